@@ -21,15 +21,12 @@ UNCONSTRAINED = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllowedTokens:
-    """The tokens that a grammar allowed at each position. Equal masks are stored once.
-
-    Attributes:
-        index: Row of `masks` for each token; -1 where every token was allowed.
-        masks: Bit i % 8 (the lowest is 0) of byte i // 8 is set if token i was allowed.
-    """
+    """The tokens that a grammar allowed at each position. Equal masks are stored once."""
 
     index: NDArray[np.int32]  # [L]
+    """Row of `masks` for each token; -1 where every token was allowed."""
     masks: NDArray[np.uint8]  # [M, B]
+    """Bit i % 8 (the lowest is 0) of byte i // 8 is set if token i was allowed."""
 
     @classmethod
     def concatenate(cls, parts: Sequence[tuple[AllowedTokens | None, int]]) -> AllowedTokens | None:

@@ -109,13 +109,10 @@ def list_needed_outputs(terms: Iterable[LossTerm]) -> frozenset[str]:
 
 
 class Offloadable:
-    """The part of learners and generators by which they share an accelerator (colocation).
-
-    Attributes:
-        can_offload: True if `offload` frees the accelerator for others.
-    """
+    """The part of learners and generators by which they share an accelerator (colocation)."""
 
     can_offload: bool = False
+    """True if `offload` frees the accelerator for others."""
 
     async def onload(self) -> None:
         """Take the accelerator back. Repeating a call has no effect."""
@@ -199,31 +196,29 @@ class Generator(Offloadable, ABC):
     """An inference engine that turns prompt tokens into completions.
 
     A push of new weights is a transaction: prepare, receive, commit (or rollback).
-
-    Attributes:
-        version: The version of the weights that it generates with.
-        tokenizer: Its tokenizer, if it has one.
-        precision: The format to which it converts received weights; None: they are kept as sent.
-        shares_weights: True if it reads the learner's own tensors.
-        adopted: True if it uses any memory of the last push in place. It may do so only if
-            `lasting` is set in the manifest of `prepare`: the memory then stays unchanged after
-            the commit, until the next commit.
-        records_routes: True if completions can record the experts that computed each token.
-        records_masks: True if completions under a grammar record the tokens that it allowed, which
-            the learner needs (`Completion.allowed`).
-        computed_tokens: Number of tokens computed so far; 0 if they are not counted.
-        final_error: The error of every further request; None while requests are answered.
     """
 
     version: int
+    """The version of the weights that it generates with."""
     tokenizer: Any = None
+    """Its tokenizer, if it has one."""
     precision: str | None = None
+    """The format to which it converts received weights; None: they are kept as sent."""
     shares_weights: bool = False
+    """True if it reads the learner's own tensors."""
     adopted: bool = False
+    """True if it uses any memory of the last push in place. It may do so only if `lasting` is set
+    in the manifest of `prepare`: the memory then stays unchanged after the commit, until the next
+    commit."""
     records_routes: bool = False
+    """True if completions can record the experts that computed each token."""
     records_masks: bool = False
+    """True if completions under a grammar record the tokens that it allowed, which the learner
+    needs (`Completion.allowed`)."""
     computed_tokens: int = 0
+    """Number of tokens computed so far; 0 if they are not counted."""
     final_error: Exception | None = None
+    """The error of every further request; None while requests are answered."""
 
     @abstractmethod
     async def generate(
@@ -275,19 +270,17 @@ class Environment(ABC):
 
     A class of a user need not derive from it: `ratchet.utils.user_parts.add_missing_members` adds
     the members that it lacks.
-
-    Attributes:
-        replayable: True if `reset(task)` and the same messages give the same observations.
-        returns_rewards: True if steps return rewards, so that the recipe needs no `rewards`.
-        stop_strings: Stop strings beside the recipe's; they are read before each turn.
-        raw_observations: True if the text of observations is appended as its own tokens, without
-            the chat template. Special tokens written in it are parsed.
     """
 
     replayable: bool = False
+    """True if `reset(task)` and the same messages give the same observations."""
     returns_rewards: bool = True
+    """True if steps return rewards, so that the recipe needs no `rewards`."""
     stop_strings: tuple[str, ...] = ()
+    """Stop strings beside the recipe's; they are read before each turn."""
     raw_observations: bool = False
+    """True if the text of observations is appended as its own tokens, without the chat template.
+    Special tokens written in it are parsed."""
 
     @abstractmethod
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
@@ -414,13 +407,11 @@ class Reward(ABC):
     `score` gets one trajectory for each attempt: the last one, whose messages hold the whole
     conversation, if the history forked. A plain function `(trajectory, task) -> float | dict of
     named parts` is adapted to this class (`ratchet.rewards.base.as_reward`).
-
-    Attributes:
-        compares_attempts: False if each attempt can be judged by its own call as soon as it ends,
-            so that a failed or late call affects no other attempt.
     """
 
     compares_attempts: bool = True
+    """False if each attempt can be judged by its own call as soon as it ends, so that a failed or
+    late call affects no other attempt."""
 
     @abstractmethod
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:

@@ -40,17 +40,14 @@ MERGED = frozenset({"anyOf", "oneOf", "$ref", "items", "prefixItems", "minItems"
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """A grammar that a whole completion must follow, thinking included.
-
-    Attributes:
-        kind: "json": a JSON schema. "regex": a regular expression of Rust's syntax, which matches
-            the whole completion. "choice": a list of texts. "grammar": a Lark grammar in
-            llguidance's dialect, or GBNF.
-        text: The schema or the list as JSON text, the expression, or the grammar.
-    """
+    """A grammar that a whole completion must follow, thinking included."""
 
     kind: GrammarKind
+    """"json": a JSON schema. "regex": a regular expression of Rust's syntax, which matches the
+    whole completion. "choice": a list of texts. "grammar": a Lark grammar in llguidance's dialect,
+    or GBNF."""
     text: str
+    """The schema or the list as JSON text, the expression, or the grammar."""
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> StructuredOutput:

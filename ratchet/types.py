@@ -55,24 +55,21 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Medium:
-    """An image, audio clip or video as a model reads it. The driver never inspects it.
-
-    Attributes:
-        key: Identifies the content and its processing. Media with equal keys have equal inputs, so
-            they are stored and computed once.
-        span: Number of tokens that stand for it in a sequence.
-        inputs: Arguments of the model's forward, by name. The inputs of several media are joined
-            along the first dimension.
-        source: The encoded file, for records and for generators with their own processor.
-        n_frames: Number of a video's frames that were processed, evenly spaced.
-    """
+    """An image, audio clip or video as a model reads it. The driver never inspects it."""
 
     key: str
+    """Identifies the content and its processing. Media with equal keys have equal inputs, so they
+    are stored and computed once."""
     kind: MediaKind
     span: int
+    """Number of tokens that stand for it in a sequence."""
     inputs: Mapping[str, NDArray[Any]]
+    """Arguments of the model's forward, by name. The inputs of several media are joined along the
+    first dimension."""
     source: bytes
+    """The encoded file, for records and for generators with their own processor."""
     n_frames: int | None = None
+    """Number of a video's frames that were processed, evenly spaced."""
 
 
 class PlacedMedium(NamedTuple):
@@ -193,30 +190,26 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The result of a generator, with one entry per new token.
-
-    Attributes:
-        logprobs: Log-probabilities under the temperature, before the filters (for temperature 0:
-            under temperature 1).
-        log_kept_mass: Log of the probability mass that the sampling filters kept.
-        versions: Version of the weights that produced each token.
-        routes: If `Sampling.routes` is set, the experts that computed each token in each layer with
-            experts; -1 for the last token, which has not been computed yet. Else None.
-        extras: Further values from the generator, by name.
-        allowed: The tokens that `Sampling.structured` allowed at each position; `logprobs` are
-            those of the distribution over them. None without a grammar, or if the generator does
-            not record them.
-    """
+    """The result of a generator, with one entry per new token."""
 
     tokens: NDArray[np.int64]
     logprobs: NDArray[np.float32]
+    """Log-probabilities under the temperature, before the filters (for temperature 0: under
+    temperature 1)."""
     log_kept_mass: NDArray[np.float32]
+    """Log of the probability mass that the sampling filters kept."""
     versions: NDArray[np.int32]
+    """Version of the weights that produced each token."""
     stop: StopReason
     # [tokens of prompt and completion, layers with experts, experts of a token]
     routes: NDArray[np.int16] | None = None
+    """If `Sampling.routes` is set, the experts that computed each token in each layer with experts;
+    -1 for the last token, which has not been computed yet. Else None."""
     extras: Mapping[str, Any] = field(default_factory=dict)
+    """Further values from the generator, by name."""
     allowed: AllowedTokens | None = None
+    """The tokens that `Sampling.structured` allowed at each position; `logprobs` are those of the
+    distribution over them. None without a grammar, or if the generator does not record them."""
 
 
 class Owner(IntEnum):

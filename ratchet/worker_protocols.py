@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -58,15 +58,13 @@ class Workers(Ranks, Protocol):
         ...
 
     def build_now(self, factory: str, arguments: Mapping[str, Any] | None = None) -> None: ...
-    def each_now(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]: ...
     def close(self) -> None: ...
 
 
 @runtime_checkable
 class Executor(Protocol):
-    """An executor, which starts components in this process (`spawn`) or in worker groups."""
+    """An executor, which starts worker groups."""
 
-    def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any: ...
     def plan(self, needs: Sequence[Any]) -> None:
         """Assign the resources of all groups, before the first group starts.
 

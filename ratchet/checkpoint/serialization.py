@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -137,39 +136,6 @@ def load_state(directory: Path, name: str = "state") -> Any:
         RuntimeError,
     ) as error:
         raise CheckpointError(f"'{name}' in {directory} can't be read: {error!r}") from error
-
-
-def get_rng_state() -> dict[str, Any]:
-    """Return the state of the global random generators of Python, numpy and torch.
-
-    CUDA's generators are included if the process uses CUDA.
-    """
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=False),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Set the global random generators to a state that `get_rng_state` returned.
-
-    Raises CheckpointError if the state has more CUDA devices than this machine.
-    """
-    cuda: Sequence[Tensor] = state.get("cuda", [])
-    if len(cuda) > torch.cuda.device_count():
-        raise CheckpointError(
-            f"the checkpoint has the state of {len(cuda)} CUDA devices, but this machine has "
-            f"{torch.cuda.device_count()}. Resume with at least {len(cuda)} devices."
-        )
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if cuda:
-        torch.cuda.set_rng_state_all(list(cuda))
 
 
 # --- encoding to JSON

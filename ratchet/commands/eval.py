@@ -133,17 +133,14 @@ def _require_replaceable(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class _Results:
-    """The results of an evaluation.
-
-    Attributes:
-        answers: The results of the policy's answers; None if nothing judges answers.
-        n_tasks: The number of held-out tasks.
-        other_metrics: All other metrics, such as the held-out loss.
-    """
+    """The results of an evaluation."""
 
     answers: EvalResults | None
+    """The results of the policy's answers; None if nothing judges answers."""
     n_tasks: int = 0
+    """The number of held-out tasks."""
     other_metrics: Mapping[str, float] = field(default_factory=dict)
+    """All other metrics, such as the held-out loss."""
 
 
 def _get_results(target: str, evaluation: EvaluationSettings) -> _Results:

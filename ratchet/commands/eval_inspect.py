@@ -26,23 +26,20 @@ LOG = "inspect.json"  # the log of inspect-ai, beside the results
 
 @dataclass(frozen=True)
 class InspectSettings:
-    """Settings of an evaluation by inspect-ai.
-
-    Attributes:
-        task: A file (sums.py, sums.py@name) or a registered name (package/name).
-        step: The step of the run's checkpoint; None: its trained model.
-        tasks: Maximum number of samples; None: all.
-        temperature: The temperature; None: the task's, or 1.
-        max_new_tokens: Maximum number of tokens of an answer; None: the task's, or 2048.
-        generator: Kind of the generator; None: the run's.
-    """
+    """Settings of an evaluation by inspect-ai."""
 
     task: str
+    """A file (sums.py, sums.py@name) or a registered name (package/name)."""
     step: int | None = None
+    """The step of the run's checkpoint; None: its trained model."""
     tasks: int | None = None
+    """Maximum number of samples; None: all."""
     temperature: float | None = None
+    """The temperature; None: the task's, or 1."""
     max_new_tokens: int | None = None
+    """Maximum number of tokens of an answer; None: the task's, or 2048."""
     generator: str | None = None
+    """Kind of the generator; None: the run's."""
 
 
 def evaluate_by_inspect(target: str, settings: InspectSettings, *, out: Path | None = None) -> None:

@@ -38,22 +38,19 @@ SET_HERE = {
 
 @dataclass(frozen=True)
 class HarnessSettings:
-    """Settings of an evaluation by lm-evaluation-harness.
-
-    Attributes:
-        task_names: A task, group or tag of the harness, or the YAML file of a task; several are
-            separated by commas.
-        options: Further options of the harness, as key=value.
-        step: The step of the run's checkpoint; None: its trained model.
-        max_rows: Maximum number of rows of each task; None: all.
-        generator: Kind of the generator; None: the run's.
-    """
+    """Settings of an evaluation by lm-evaluation-harness."""
 
     task_names: str
+    """A task, group or tag of the harness, or the YAML file of a task; several are separated by
+    commas."""
     options: Sequence[str] = ()
+    """Further options of the harness, as key=value."""
     step: int | None = None
+    """The step of the run's checkpoint; None: its trained model."""
     max_rows: int | None = None
+    """Maximum number of rows of each task; None: all."""
     generator: str | None = None
+    """Kind of the generator; None: the run's."""
 
 
 def evaluate_by_harness(target: str, settings: HarnessSettings, *, out: Path | None = None) -> None:

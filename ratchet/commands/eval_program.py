@@ -29,17 +29,14 @@ from ratchet.web.server import Server
 
 @dataclass(frozen=True)
 class EvalProgram:
-    """The program of another library.
-
-    Attributes:
-        name: The program's name on PATH.
-        package: The package to install, for error messages.
-        option: The option of `ratchet eval` that selects it.
-    """
+    """The program of another library."""
 
     name: str
+    """The program's name on PATH."""
     package: str
+    """The package to install, for error messages."""
     option: str
+    """The option of `ratchet eval` that selects it."""
 
     def find(self) -> str:
         """Return the program's path: on PATH, or beside this interpreter.
@@ -66,17 +63,14 @@ class EvalProgram:
 
 @dataclass(frozen=True)
 class ServedAddress:
-    """The address of the served model, and what a client needs to know of it.
-
-    Attributes:
-        url: The base URL of the OpenAI API, `http://127.0.0.1:PORT/v1`.
-        key: The API key. Requests without it are refused.
-        max_context: Maximum number of tokens of prompt and answer.
-    """
+    """The address of the served model, and what a client needs to know of it."""
 
     url: str
+    """The base URL of the OpenAI API, `http://127.0.0.1:PORT/v1`."""
     key: str
+    """The API key. Requests without it are refused."""
     max_context: int
+    """Maximum number of tokens of prompt and answer."""
 
 
 @dataclass(frozen=True)

@@ -32,56 +32,50 @@ MAX_NEW_TOKENS = 2048  # default limit of an answer without a recipe
 
 @dataclass(frozen=True)
 class EndpointSettings:
-    """Settings of requests to a target that is an OpenAI-compatible endpoint.
-
-    Attributes:
-        model: The endpoint's name for the model.
-        api_key_env: The environment variable that holds the API key.
-        concurrency: The maximum number of concurrent requests.
-        timeout_s: The time limit of a request, in seconds.
-        body: Further keys of each request's JSON body; None as a value removes the key.
-    """
+    """Settings of requests to a target that is an OpenAI-compatible endpoint."""
 
     model: str | None = None
+    """The endpoint's name for the model."""
     api_key_env: str | None = None
+    """The environment variable that holds the API key."""
     concurrency: int = 16
+    """The maximum number of concurrent requests."""
     timeout_s: float = 600.0
+    """The time limit of a request, in seconds."""
     body: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of each request's JSON body; None as a value removes the key."""
 
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """Settings of an evaluation. A setting that is None is taken from the recipe.
-
-    Attributes:
-        recipe: A recipe to use instead of the target's; None uses the target's.
-        on: A benchmark, a kind of environment, or an import path of one.
-        overrides: `key=value`, with keys of the environment that `on` names.
-        tasks: The number of held-out tasks.
-        samples: The number of sampled attempts per task, beside the greedy one.
-        greedy: True also makes one attempt per task at temperature 0.
-        pass_threshold: The minimum reward at which a sampled attempt counts as passed.
-        temperature: The temperature of sampled attempts.
-        max_new_tokens: The maximum number of tokens of an answer.
-        seed: The seed of the evaluation.
-        generator: The kind of the generator, for a target that is a model.
-        step: The step of the target's checkpoint to evaluate; None: its trained model.
-        endpoint: Settings for a target that is an endpoint.
-    """
+    """Settings of an evaluation. A setting that is None is taken from the recipe."""
 
     recipe: str | Path | None = None
+    """A recipe to use instead of the target's; None uses the target's."""
     on: str | None = None
+    """A benchmark, a kind of environment, or an import path of one."""
     overrides: Sequence[str] = ()
+    """`key=value`, with keys of the environment that `on` names."""
     tasks: int | None = None
+    """The number of held-out tasks."""
     samples: int = 4
+    """The number of sampled attempts per task, beside the greedy one."""
     greedy: bool = True
+    """True also makes one attempt per task at temperature 0."""
     pass_threshold: float = 1.0
+    """The minimum reward at which a sampled attempt counts as passed."""
     temperature: float | None = None
+    """The temperature of sampled attempts."""
     max_new_tokens: int | None = None
+    """The maximum number of tokens of an answer."""
     seed: int = 0
+    """The seed of the evaluation."""
     generator: str | None = None
+    """The kind of the generator, for a target that is a model."""
     step: int | None = None
+    """The step of the target's checkpoint to evaluate; None: its trained model."""
     endpoint: EndpointSettings = EndpointSettings()
+    """Settings for a target that is an endpoint."""
 
 
 def build_eval_setup(

@@ -158,7 +158,8 @@ def _describe_function(function: Callable[..., Any], options: Mapping[str, Any])
 def _list_keys(section: Section) -> list[str]:
     entries = []
     values = section.model_dump(mode="json")
-    for name, field in type(section).model_fields.items():
-        comment = f"  # {field.description}" if field.description else ""
+    for name in type(section).model_fields:
+        description = section.describe_field(name)
+        comment = f"  # {description}" if description else ""
         entries.append(f"{name}={write_flow(values[name])}{comment}")
     return entries

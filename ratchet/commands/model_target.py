@@ -37,20 +37,17 @@ from ratchet.utils.terminal_text import shorten_text
 
 @dataclass(frozen=True)
 class Target:
-    """A loaded policy, and where it comes from.
-
-    Attributes:
-        model_dir: Directory of the weights.
-        config: The recipe that was passed, else the run's (for a checkpoint, without the stages
-            after the checkpoint's stage); None for a model directory without a recipe.
-        export_dir: The temporary directory of a checkpoint's weights, which is removed with this
-            object; None if the target is not a checkpoint.
-    """
+    """A loaded policy, and where it comes from."""
 
     model_dir: Path
+    """Directory of the weights."""
     policy: Policy
     config: RunConfig | None
+    """The recipe that was passed, else the run's (for a checkpoint, without the stages after the
+    checkpoint's stage); None for a model directory without a recipe."""
     export_dir: TemporaryFolder | None = None
+    """The temporary directory of a checkpoint's weights, which is removed with this object; None if
+    the target is not a checkpoint."""
 
 
 def open_target(

@@ -35,28 +35,25 @@ COMPARED_METRICS = ("eval/accuracy", "eval/loss", "rollout/reward", "policy/loss
 
 @dataclass(frozen=True)
 class RunRow:
-    """A row of the list of runs.
-
-    Attributes:
-        path: The run's directory or address.
-        state: "running", "finished", or "stopped" if it can be resumed; "mirrored" for an
-            unfinished run in an object store; "damaged" if its recipe can't be read.
-        step: The last step with metrics; 0 if no step has any.
-        steps: Number of steps in the recipe.
-        seconds: The sum of the steps' times.
-        accuracy: The latest held-out accuracy.
-        loss: The latest held-out loss.
-        checkpoints: Size of all checkpoints, in bytes.
-    """
+    """A row of the list of runs."""
 
     path: str
+    """The run's directory or address."""
     state: str
+    """"running", "finished", or "stopped" if it can be resumed; "mirrored" for an unfinished run in
+    an object store; "damaged" if its recipe can't be read."""
     step: int
+    """The last step with metrics; 0 if no step has any."""
     steps: int
+    """Number of steps in the recipe."""
     seconds: float
+    """The sum of the steps' times."""
     accuracy: float | None
+    """The latest held-out accuracy."""
     loss: float | None
+    """The latest held-out loss."""
     checkpoints: int
+    """Size of all checkpoints, in bytes."""
 
 
 def find_runs(directory: Path) -> list[RunDirectory]:
@@ -253,21 +250,18 @@ def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class _ComparedRun:
-    """The parts of a run that a comparison shows, which are read once.
-
-    Attributes:
-        label: The path or address by which the user named the run.
-        recipe: The resolved recipe.
-        rows: The step and the compared metrics of each row, by increasing step.
-        digests: A hash of all numbers of each row but timings, by step.
-        last_start: The first step of its last stage.
-    """
+    """The parts of a run that a comparison shows, which are read once."""
 
     label: str
+    """The path or address by which the user named the run."""
     recipe: Mapping[str, Any]
+    """The resolved recipe."""
     rows: Sequence[Mapping[str, Any]]
+    """The step and the compared metrics of each row, by increasing step."""
     digests: Mapping[int, int]
+    """A hash of all numbers of each row but timings, by step."""
     last_start: int
+    """The first step of its last stage."""
 
     @classmethod
     def read(cls, path: str | Path) -> _ComparedRun:

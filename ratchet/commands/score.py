@@ -42,21 +42,17 @@ TRAJECTORY_COLUMNS = ("response", "messages")
 
 @dataclass(frozen=True)
 class Score:
-    """The result of judging one row.
-
-    Attributes:
-        line: The row's line number in the file, from 1 on.
-        id: The row's id; `line N` if it has none.
-        seconds: Time to judge the row, without the wait for a free worker.
-        source_fields: Fields that `as_json` writes in place of `line`, for a row that is not from a
-            file.
-    """
+    """The result of judging one row."""
 
     line: int
+    """The row's line number in the file, from 1 on."""
     id: str
+    """The row's id; `line N` if it has none."""
     outcome: Outcome
     seconds: float
+    """Time to judge the row, without the wait for a free worker."""
     source_fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that `as_json` writes in place of `line`, for a row that is not from a file."""
 
     @property
     def reward(self) -> float | None:
@@ -278,22 +274,19 @@ def _name_type(value: Any) -> str:
 
 @dataclass
 class Summary:
-    """A running summary of scores, in constant memory.
-
-    Attributes:
-        location_column: "line", or the key of `Score.source_fields` that locates a row.
-        sums_by_part: The sum of each part of the reward, and the number of rows with that part.
-        failed_scores: The first MAX_WORST_ROWS rows without a reward.
-        lowest_scores: A heap of the MAX_WORST_ROWS rows with the lowest rewards. The highest of
-            these rewards is on top.
-    """
+    """A running summary of scores, in constant memory."""
 
     location_column: str = "line"
+    """"line", or the key of `Score.source_fields` that locates a row."""
     outcome_counts: Counter[str] = field(default_factory=Counter)
     sums_by_part: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """The sum of each part of the reward, and the number of rows with that part."""
     seconds: float = 0.0
     failed_scores: list[Score] = field(default_factory=list)
+    """The first MAX_WORST_ROWS rows without a reward."""
     lowest_scores: list[tuple[float, int, Score]] = field(default_factory=list)
+    """A heap of the MAX_WORST_ROWS rows with the lowest rewards. The highest of these rewards is on
+    top."""
 
     def add(self, score: Score) -> None:
         self.outcome_counts[score.outcome_name] += 1

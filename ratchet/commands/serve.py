@@ -50,17 +50,14 @@ class OneAnswerSession(AgentSession):
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that answers each request independently.
-
-    Attributes:
-        policy: The model, its tokenizer and its generator.
-        sampling: The defaults for requests. A request without a seed gets a random seed.
-        responses: The responses that later requests may continue from.
-    """
+    """A model that answers each request independently."""
 
     policy: Policy
+    """The model, its tokenizer and its generator."""
     sampling: Sampling
+    """The defaults for requests. A request without a seed gets a random seed."""
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(MAX_SERVED_BYTES))
+    """The responses that later requests may continue from."""
 
     @property
     def renderer(self) -> Renderer:

@@ -54,20 +54,17 @@ class RequestError(Exception):
 
 @dataclass
 class PlaySession:
-    """The state of one connection.
-
-    Attributes:
-        episode: The current or latest episode; None before the first reset.
-        n_steps: Number of steps of the episode so far.
-        is_done: True if a reset must come before the next step.
-    """
+    """The state of one connection."""
 
     setup: EnvSetup
     environment: Environment
     episode: AttemptState | None = None
+    """The current or latest episode; None before the first reset."""
     episode_id: str | None = None
     n_steps: int = 0
+    """Number of steps of the episode so far."""
     is_done: bool = True
+    """True if a reset must come before the next step."""
 
     async def answer(self, request: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         """Return the type and the data of the answer to a request. Raises RequestError."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 # The upper bound of whole numbers in fields that declare none.
@@ -16,13 +21,7 @@ LARGEST_WHOLE = 2**31 - 1
 class Section(BaseModel):
     """One section of a recipe. An unknown key is an error that names the nearest known one.
 
-    Sections never import torch. A field's `description` states its meaning and unit.
-
-    Attributes:
-        builds: The "module:callable" that `ratchet.training.build` calls with a section chosen by
-            `kind:`. It is text, so that only the backend that a run uses is imported. A section
-            without it is built by the class or function that its kind names.
-        calls_model: True if the object that the section builds calls a service or loads a model.
+    Sections never import torch. The string below a field states the field's meaning and unit.
     """
 
     model_config = ConfigDict(
@@ -30,7 +29,11 @@ class Section(BaseModel):
     )
 
     builds: ClassVar[str] = ""
+    """The "module:callable" that `ratchet.training.build` calls with a section chosen by `kind:`.
+    It is text, so that only the backend that a run uses is imported. A section without it is built
+    by the class or function that its kind names."""
     calls_model: ClassVar[bool] = False
+    """True if the object that the section builds calls a service or loads a model."""
 
     @property
     def kind_name(self) -> str:
@@ -60,6 +63,20 @@ class Section(BaseModel):
             name for name, field in fields.items() if getattr(self, name) != field.default
         )
 
+    @classmethod
+    def describe_field(cls, name: str) -> str:
+        """Return a field's meaning: its `description`, or the string below it; "" without both."""
+        texts = (_read_field_docs(base).get(name) for base in cls.__mro__)
+        return cls.model_fields[name].description or next(filter(None, texts), "")
+
+    @model_validator(mode="after")
+    def _run_check_keys(self) -> Self:
+        self.check_keys()
+        return self
+
+    def check_keys(self) -> None:
+        """Raise ValueError if keys contradict each other, or if one that is set has no effect."""
+
     @field_validator("*", mode="before")
     @classmethod
     def _check_yaml_types(cls, value: Any, info: ValidationInfo) -> Any:
@@ -76,6 +93,39 @@ class Section(BaseModel):
             if not has_upper_bound:
                 _refuse_huge(field.annotation, value)
         return value
+
+
+def _read_field_docs(section: type) -> Mapping[str, str]:
+    """Return the strings below the fields of a class, without those of its bases."""
+    return _read_module_docs(section.__module__).get(section.__name__, {})
+
+
+@cache
+def _read_module_docs(name: str) -> Mapping[str, Mapping[str, str]]:
+    """Return the strings below the fields of a module's classes, by class and field.
+
+    Pydantic reads them too (`use_attribute_docstrings`), but for each class when it is created,
+    which more than doubles the time to import `ratchet.config.schema`.
+    """
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[name]))
+    except (KeyError, OSError, TypeError):
+        return {}
+    return {
+        node.name: dict(_iterate_field_docs(node))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def _iterate_field_docs(class_node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for statement, next_statement in pairwise(class_node.body):
+        match statement, next_statement:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                yield name, " ".join(text.split())
 
 
 def _list_files(value: object) -> list[Path]:

@@ -206,7 +206,7 @@ def _write_missing_message(place: Location, tree: Node, model: type[Any]) -> str
     owner = model_at(model, place[:-1], tree)
     if owner is None or place[-1] not in owner.model_fields:
         return "is missing"
-    description = owner.model_fields[place[-1]].description
+    description = owner.describe_field(str(place[-1]))
     return "is missing" + (f" ({description.rstrip('.')})" if description else "")
 
 
@@ -219,33 +219,15 @@ def suggest_name(word: str, known: Iterable[str]) -> str:
 
 # --- unknown keys
 
-# New names of keys that were renamed (CHANGELOG.md lists renamed values too).
-RENAMED_KEYS: Mapping[str, str] = {
-    "given": "task_units",
-    "link": "weight_sync",
-    "of": "worker",
-    "opens_at": "start_share",
-    "opens_by": "full_by_step",
-    "own": "custom",
-    "passing": "pass_threshold",
-    "plays": "worker_runs",
-    "process_random": "uses_global_random",
-    "said": "answer_units",
-    "towers": "train_encoders",
-    "yardstick": "eval_rewards",
-}
-
 
 def _write_unknown_key_message(key: str, place: Location, tree: Node, model: type[Any]) -> str:
     """Return the message about an unknown key.
 
-    The message has one hint, the first of these that applies: the new name of a renamed key; the
-    recipe's name of another library's key; the kinds that have the key; the sections that have it;
-    the nearest known key; the list of all keys known at this place.
+    The message has one hint, the first of these that applies: the recipe's name of another
+    library's key; the kinds that have the key; the sections that have it; the nearest known key;
+    the list of all keys known at this place.
     """
     siblings = list_children(model, place, tree)
-    if RENAMED_KEYS.get(key) in siblings:
-        return f"unknown key; it was renamed to '{RENAMED_KEYS[key]}'"
     hint = (
         _hint_at_peer_name(key, place, tree, model)
         or _hint_at_other_kinds(key, place, model)

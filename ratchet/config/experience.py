@@ -13,7 +13,6 @@ from pydantic import (
     SerializeAsAny,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
 from ratchet.config.base import Section
@@ -38,34 +37,23 @@ Temperature = Annotated[
 class SamplingConfig(Section):
     """The sampling of attempts. The filters top_p, top_k and min_p act after the temperature."""
 
-    temperature: float = Field(
-        default=1.0,
-        description="Sampling temperature. 0 is greedy; training needs a value above 0.",
-    )
-    top_p: float = Field(
-        default=1.0,
-        description="Sample from the smallest set of tokens with this total probability; 1: off.",
-    )
-    top_k: int = Field(
-        default=0, description="Sample from this many of the likeliest tokens; 0: off."
-    )
-    min_p: float = Field(
-        default=0.0,
-        description="Sample only from tokens with at least this share of the likeliest token's "
-        "probability; 0: off.",
-    )
-    max_new_tokens: int = Field(
-        default=256,
-        ge=1,
-        description="Maximum number of tokens in one completion, including its end token.",
-    )
-    stop: tuple[str, ...] = Field(default=(), description="Strings that end a completion.")
-    structured: dict[str, Any] | None = Field(
-        default=None,
-        description="Grammar that every completion follows, in training and evaluation, with the "
-        "extra `structured`: {json: SCHEMA}, {regex: TEXT}, {choice: [TEXT, ...]} or {grammar: "
-        "LARK}. null: no grammar.",
-    )
+    temperature: float = 1.0
+    """Sampling temperature. 0 is greedy; training needs a value above 0."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with this total probability; 1: off."""
+    top_k: int = 0
+    """Sample from this many of the likeliest tokens; 0: off."""
+    min_p: float = 0.0
+    """Sample only from tokens with at least this share of the likeliest token's probability; 0:
+    off."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Maximum number of tokens in one completion, including its end token."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion."""
+    structured: dict[str, Any] | None = None
+    """Grammar that every completion follows, in training and evaluation, with the extra
+    `structured`: {json: SCHEMA}, {regex: TEXT}, {choice: [TEXT, ...]} or {grammar: LARK}. null: no
+    grammar."""
 
     @field_validator("*", mode="after")
     @classmethod
@@ -79,36 +67,22 @@ class SamplingConfig(Section):
 class ReplayConfig(Section):
     """The replay buffer: a step also trains on groups of earlier steps (arXiv:1511.05952)."""
 
-    groups: int = Field(
-        default=8,
-        ge=1,
-        description="Number of groups that are replayed in each step; fewer if the buffer holds "
-        "fewer.",
-    )
-    max_age: int = Field(
-        default=4,
-        ge=1,
-        description="Maximum staleness of a replayed group, in versions of the weights.",
-    )
-    capacity: int = Field(
-        default=256,
-        ge=1,
-        description="Maximum number of groups in the buffer. A full buffer drops the groups that "
-        "entered it first.",
-    )
-    priority: Literal["uniform", "spread"] = Field(
-        default="spread",
-        description="How groups are drawn. spread: with a probability in proportion to the "
-        "standard deviation of their rewards. uniform: all with the same probability.",
-    )
+    groups: int = Field(default=8, ge=1)
+    """Number of groups that are replayed in each step; fewer if the buffer holds fewer."""
+    max_age: int = Field(default=4, ge=1)
+    """Maximum staleness of a replayed group, in versions of the weights."""
+    capacity: int = Field(default=256, ge=1)
+    """Maximum number of groups in the buffer. A full buffer drops the groups that entered it
+    first."""
+    priority: Literal["uniform", "spread"] = "spread"
+    """How groups are drawn. spread: with a probability in proportion to the standard deviation of
+    their rewards. uniform: all with the same probability."""
 
-    @model_validator(mode="after")
-    def _check_capacity(self) -> ReplayConfig:
+    def check_keys(self) -> None:
         if self.capacity < self.groups:
             raise ValueError(
                 f"capacity={self.capacity} holds fewer than groups={self.groups}: raise capacity"
             )
-        return self
 
 
 class AdaptiveConcurrencyConfig(Section):
@@ -119,26 +93,18 @@ class AdaptiveConcurrencyConfig(Section):
     limit.
     """
 
-    staleness: float | None = Field(
-        default=None,
-        gt=0,
-        description="Limit on the mean staleness of a step's new tokens, in versions of the "
-        "weights; null: no limit.",
-    )
-    mismatch: float | None = Field(
-        default=None,
-        gt=0,
-        description="Limit on the KL divergence from sampler to learner, in nats per token (the "
-        "metric batch/correction/kl); null: no limit.",
-    )
+    staleness: float | None = Field(default=None, gt=0)
+    """Limit on the mean staleness of a step's new tokens, in versions of the weights; null: no
+    limit."""
+    mismatch: float | None = Field(default=None, gt=0)
+    """Limit on the KL divergence from sampler to learner, in nats per token (the metric
+    batch/correction/kl); null: no limit."""
 
-    @model_validator(mode="after")
-    def _check_has_limit(self) -> AdaptiveConcurrencyConfig:
+    def check_keys(self) -> None:
         if self.staleness is None and self.mismatch is None:
             raise ValueError(
                 "neither staleness nor mismatch is set: set one of them, or remove adaptive"
             )
-        return self
 
 
 class RolloutsConfig(Section):
@@ -148,96 +114,54 @@ class RolloutsConfig(Section):
     not bitwise reproducible.
     """
 
-    max_turns: int = Field(
-        default=64,
-        ge=1,
-        description="Number of turns of the policy after which an attempt is cut off.",
-    )
-    history_window: int | None = Field(
-        default=None,
-        ge=1,
-        description="Number of past turns in the prompt of each turn, after the task's first "
-        "messages. Each turn then is a row of its own with its own prompt, in supervised training "
-        "too. null: a prompt has all turns, and extends the row of the turns before it.",
-    )
-    attempt_timeout_s: float | None = Field(
-        default=None,
-        gt=0,
-        description="Time limit in seconds for playing an attempt, including time spent waiting. "
-        "The same limit applies separately to judging the attempt. Programs that a reward runs "
-        "have their own limits (docs/rewards.md). null: no limit.",
-    )
-    retries: int = Field(
-        default=2,
-        ge=0,
-        description="Maximum number of retries of an attempt that failed by an error of its "
-        "environment, agent or sandbox, or by a timeout. Judging is retried as often.",
-    )
-    max_failed_share: float = Field(
-        default=0.5,
-        ge=0,
-        le=1,
-        description="The run stops if more than this share of the last 8 steps' attempts failed.",
-    )
-    redundant_attempts: int = Field(
-        default=0,
-        ge=0,
-        description="Number of additional attempts that each group begins. The group keeps those "
-        "that end first without failing, and cancels the others.",
-    )
-    redundant_groups: int = Field(
-        default=0,
-        ge=0,
-        description="Number of additional groups that each step begins. The step keeps the groups "
-        "that end first. The others are cancelled, and begin again in the next step.",
-    )
-    max_staleness: Annotated[int | float, Field(ge=0)] = Field(
-        default=0,
-        description="Maximum number of steps between the weights that an attempt begins with and "
-        "the weights that train on it. 0: on-policy. 1: the groups of the next step are generated "
-        "during the update. 0.5: half of them are.",
-    )
-    order: Literal["issued", "ready"] = Field(
-        default="issued",
-        description="Order in which groups enter a step. issued: in the order in which they began. "
-        "ready: in the order in which they finished, unless another group would then exceed "
-        "max_staleness.",
-    )
-    adaptive: AdaptiveConcurrencyConfig | None = Field(
-        default=None,
-        description="Adaptive concurrency: limits that the number of groups in flight is adjusted "
-        "to keep; null: there are always as many groups as max_staleness allows.",
-    )
-    tail_batching: int = Field(
-        default=0,
-        ge=0,
-        description="Tail batching (arXiv:2509.21009): number of additional groups that a step "
-        "begins. The step keeps the groups that end first. The slower groups are played again "
-        "later, together in steps that wait for all of them.",
-    )
-    dynamic_sampling: bool = Field(
-        default=False,
-        description="Replace each group whose rewards are all equal by a new group (DAPO, "
-        "arXiv:2503.14476).",
-    )
+    max_turns: int = Field(default=64, ge=1)
+    """Number of turns of the policy after which an attempt is cut off."""
+    history_window: int | None = Field(default=None, ge=1)
+    """Number of past turns in the prompt of each turn, after the task's first messages. Each turn
+    then is a row of its own with its own prompt, in supervised training too. null: a prompt has all
+    turns, and extends the row of the turns before it."""
+    attempt_timeout_s: float | None = Field(default=None, gt=0)
+    """Time limit in seconds for playing an attempt, including time spent waiting. The same limit
+    applies separately to judging the attempt. Programs that a reward runs have their own limits
+    (docs/rewards.md). null: no limit."""
+    retries: int = Field(default=2, ge=0)
+    """Maximum number of retries of an attempt that failed by an error of its environment, agent or
+    sandbox, or by a timeout. Judging is retried as often."""
+    max_failed_share: float = Field(default=0.5, ge=0, le=1)
+    """The run stops if more than this share of the last 8 steps' attempts failed."""
+    redundant_attempts: int = Field(default=0, ge=0)
+    """Number of additional attempts that each group begins. The group keeps those that end first
+    without failing, and cancels the others."""
+    redundant_groups: int = Field(default=0, ge=0)
+    """Number of additional groups that each step begins. The step keeps the groups that end first.
+    The others are cancelled, and begin again in the next step."""
+    max_staleness: Annotated[int | float, Field(ge=0)] = 0
+    """Maximum number of steps between the weights that an attempt begins with and the weights that
+    train on it. 0: on-policy. 1: the groups of the next step are generated during the update. 0.5:
+    half of them are."""
+    order: Literal["issued", "ready"] = "issued"
+    """Order in which groups enter a step. issued: in the order in which they began. ready: in the
+    order in which they finished, unless another group would then exceed max_staleness."""
+    adaptive: AdaptiveConcurrencyConfig | None = None
+    """Adaptive concurrency: limits that the number of groups in flight is adjusted to keep; null:
+    there are always as many groups as max_staleness allows."""
+    tail_batching: int = Field(default=0, ge=0)
+    """Tail batching (arXiv:2509.21009): number of additional groups that a step begins. The step
+    keeps the groups that end first. The slower groups are played again later, together in steps
+    that wait for all of them."""
+    dynamic_sampling: bool = False
+    """Replace each group whose rewards are all equal by a new group (DAPO, arXiv:2503.14476)."""
     group_filter: Annotated[
         SerializeAsAny[Section] | None, Slot("group_filter", is_optional=True)
-    ] = Field(
-        default=None,
-        description="Filter of groups: a new group replaces each one that does not pass. Its kind "
-        "may be the import path of a function (group) -> bool, or of a class with such a method "
-        "`keep`; their other parameters are keys. null: all groups pass.",
-    )
-    max_replaced: int = Field(
-        default=3,
-        ge=1,
-        description="Maximum number of groups that dynamic_sampling and group_filter replace in a "
-        "step, as a multiple of batch_size. Further groups are kept.",
-    )
-    replay: ReplayConfig | None = Field(
-        default=None,
-        description="Replay buffer for training on groups again; null: each group trains once.",
-    )
+    ] = None
+    """Filter of groups: a new group replaces each one that does not pass. Its kind may be the
+    import path of a function (group) -> bool, or of a class with such a method `keep`; their other
+    parameters are keys. null: all groups pass."""
+    max_replaced: int = Field(default=3, ge=1)
+    """Maximum number of groups that dynamic_sampling and group_filter replace in a step, as a
+    multiple of batch_size. Further groups are kept."""
+    replay: ReplayConfig | None = None
+    """Replay buffer for training on groups again; null: each group trains once."""
 
     @property
     def prefetches(self) -> bool:
@@ -262,47 +186,25 @@ class CurriculumConfig(Section):
         difficulty: If this key is set, easy tasks come first (arXiv:1903.09848).
     """
 
-    prefer: Literal["even", "learnable", "hard"] = Field(
-        default="learnable",
-        description="Tasks that are drawn more often. learnable: tasks solved about half of the "
-        "time. hard: tasks solved seldom. even: none.",
-    )
-    explore: float = Field(
-        default=0.1,
-        gt=0,
-        le=1,
-        description="Share of tasks drawn uniformly, whatever their success rate.",
-    )
-    memory: float = Field(
-        default=0.5,
-        ge=0,
-        lt=1,
-        description="Weight of the old success rate when a group updates this moving average: "
-        "new = memory * old + (1 - memory) * the group's share of successes.",
-    )
-    success: float = Field(
-        default=0.5, description="Minimum reward of an attempt that counts as a success."
-    )
-    difficulty: str | None = Field(
-        default=None,
-        description="Name of the number in a task's meta that states its difficulty. Tasks with "
-        "low numbers come first. null: no order.",
-    )
-    start_share: float = Field(
-        default=0.2,
-        gt=0,
-        le=1,
-        description="Share of the tasks that is available at the start: the easiest ones.",
-    )
-    full_by_step: int = Field(
-        default=50,
-        ge=1,
-        description="Step at which the available share, rising linearly from start_share, reaches "
-        "1.",
-    )
+    prefer: Literal["even", "learnable", "hard"] = "learnable"
+    """Tasks that are drawn more often. learnable: tasks solved about half of the time. hard: tasks
+    solved seldom. even: none."""
+    explore: float = Field(default=0.1, gt=0, le=1)
+    """Share of tasks drawn uniformly, whatever their success rate."""
+    memory: float = Field(default=0.5, ge=0, lt=1)
+    """Weight of the old success rate when a group updates this moving average: new = memory * old +
+    (1 - memory) * the group's share of successes."""
+    success: float = 0.5
+    """Minimum reward of an attempt that counts as a success."""
+    difficulty: str | None = None
+    """Name of the number in a task's meta that states its difficulty. Tasks with low numbers come
+    first. null: no order."""
+    start_share: float = Field(default=0.2, gt=0, le=1)
+    """Share of the tasks that is available at the start: the easiest ones."""
+    full_by_step: int = Field(default=50, ge=1)
+    """Step at which the available share, rising linearly from start_share, reaches 1."""
 
-    @model_validator(mode="after")
-    def _check_unread_keys(self) -> CurriculumConfig:
+    def check_keys(self) -> None:
         has_order, has_preference = self.difficulty is not None, self.prefer != "even"
         if not has_order and not has_preference:
             raise ValueError(
@@ -319,7 +221,6 @@ class CurriculumConfig(Section):
                     f"{unread[0]} has no effect without {required_key}: set {required_key}, or "
                     f"remove {unread[0]}"
                 )
-        return self
 
 
 class ParityConfig(Section):
@@ -329,21 +230,15 @@ class ParityConfig(Section):
     weights. A difference then points to a bug, or to different numerics.
     """
 
-    first_steps: int = Field(
-        default=3,
-        ge=0,
-        description="Number of steps at the start of a stage that are all checked.",
-    )
-    every: int = Field(default=50, ge=0, description="Steps between later checks; 0: none.")
-    sample: int = Field(default=8, ge=1, description="Number of attempts compared in a check.")
-    threshold: float = Field(
-        default=0.05,
-        gt=0,
-        description="Maximum mean difference, in nats per token. About 0.01 is normal in bfloat16, "
-        "and 1e-6 in float32.",
-    )
-    action: Literal["stop", "warn"] = Field(
-        default="stop",
-        description="Stop the run, or warn, if the difference is above the threshold. Either "
-        "message names the cause.",
-    )
+    first_steps: int = Field(default=3, ge=0)
+    """Number of steps at the start of a stage that are all checked."""
+    every: int = Field(default=50, ge=0)
+    """Steps between later checks; 0: none."""
+    sample: int = Field(default=8, ge=1)
+    """Number of attempts compared in a check."""
+    threshold: float = Field(default=0.05, gt=0)
+    """Maximum mean difference, in nats per token. About 0.01 is normal in bfloat16, and 1e-6 in
+    float32."""
+    action: Literal["stop", "warn"] = "stop"
+    """Stop the run, or warn, if the difference is above the threshold. Either message names the
+    cause."""

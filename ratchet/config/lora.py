@@ -15,30 +15,23 @@ class LoRAConfig(Section):
     Only A and B train; W is frozen.
     """
 
-    rank: int = Field(
-        default=16, ge=1, description="Number of rows of each A and of columns of each B."
+    rank: int = Field(default=16, ge=1)
+    """Number of rows of each A and of columns of each B."""
+    alpha: float = Field(default=32.0, gt=0)
+    """The scale is alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of A's inputs during updates."""
+    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = (
+        "all-linear"
     )
-    alpha: float = Field(default=32.0, gt=0, description="The scale is alpha / rank.")
-    dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="Dropout of A's inputs during updates."
-    )
-    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
-        default="all-linear",
-        description="Linear maps of each layer that get an adapter: all-linear, or their names "
-        "(q_proj, ...). A map of experts gets one for each expert.",
-    )
-    init: Literal["kaiming", "gaussian"] = Field(
-        default="kaiming",
-        description="Initial values of A. B begins at 0: training starts from the base model.",
-    )
-    rslora: bool = Field(
-        default=False,
-        description="Rank-stabilised LoRA: the scale is alpha / sqrt(rank) (arXiv:2312.03732).",
-    )
-    base: Literal["nf4", "float8"] | None = Field(
-        default=None,
-        description="Quantisation of the base weights: nf4 (4 bits, QLoRA) or float8; null: none.",
-    )
+    """Linear maps of each layer that get an adapter: all-linear, or their names (q_proj, ...). A
+    map of experts gets one for each expert."""
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """Initial values of A. B begins at 0: training starts from the base model."""
+    rslora: bool = False
+    """Rank-stabilised LoRA: the scale is alpha / sqrt(rank) (arXiv:2312.03732)."""
+    base: Literal["nf4", "float8"] | None = None
+    """Quantisation of the base weights: nf4 (4 bits, QLoRA) or float8; null: none."""
 
     @property
     def scale(self) -> float:

@@ -266,18 +266,16 @@ class SignatureSection(Section):
     """A section made from the signature of a user's class or function that has no `Config`.
 
     Its fields are the parameters, which are passed by name.
-
-    Attributes:
-        target: The import path of the class or function.
-        parameters: The names of the parameters that are keys of the section.
-        binds: True if building the section binds the parameters and returns the target; False if
-            it calls the target.
     """
 
     builds: ClassVar[str] = "ratchet.config.resolve:build_from_signature"
     target: ClassVar[str] = ""
+    """The import path of the class or function."""
     parameters: ClassVar[frozenset[str]] = frozenset()
+    """The names of the parameters that are keys of the section."""
     binds: ClassVar[bool] = False
+    """True if building the section binds the parameters and returns the target; False if it calls
+    the target."""
 
 
 class FunctionToolSection(Section):

@@ -19,18 +19,15 @@ ALL_SOURCES: frozenset[str] = frozenset({"rows", "pairs", "labelled", "steps", "
 
 
 class AlgorithmSection(Section):
-    """The base section of algorithms.
-
-    Attributes:
-        source: The kind of training data: "rows" (demonstrations), "pairs" (a better and a worse
-            answer), "labelled" (answers with a label), "steps" (answers with a label for each step)
-            or "rollouts" (attempts that the policy samples).
-        uses_mismatched_pairs: True if the loss needs a mismatched pair for each labelled row: its
-            prompt with the answer to another prompt, as for the KL estimate of KTO.
-    """
+    """The base section of algorithms."""
 
     source: ClassVar[Source]
+    """The kind of training data: "rows" (demonstrations), "pairs" (a better and a worse answer),
+    "labelled" (answers with a label), "steps" (answers with a label for each step) or "rollouts"
+    (attempts that the policy samples)."""
     uses_mismatched_pairs: ClassVar[bool] = False
+    """True if the loss needs a mismatched pair for each labelled row: its prompt with the answer to
+    another prompt, as for the KL estimate of KTO."""
 
     @property
     def reads_reward(self) -> bool:
@@ -101,23 +98,19 @@ class AlgorithmSection(Section):
 
 
 class EnvironmentConfig(Section):
-    """The base section of environments.
-
-    Attributes:
-        default_reward: Kind of the reward if the recipe sets no `rewards`; "": none.
-        data_kinds: The kinds of training data that the environment offers (see `Source`).
-        returns_rewards: True if the environment's steps return rewards. It is read only if
-            `default_reward` is "".
-        needs_media: True if every task has images, audio or videos.
-        has_scan: True if the section has the key `scan`, which makes the environment read all its
-            rows when it is built.
-    """
+    """The base section of environments."""
 
     default_reward: ClassVar[str] = ""
+    """Kind of the reward if the recipe sets no `rewards`; "": none."""
     data_kinds: ClassVar[frozenset[str]] = frozenset({"rows", "rollouts"})
+    """The kinds of training data that the environment offers (see `Source`)."""
     returns_rewards: ClassVar[bool] = True
+    """True if the environment's steps return rewards. It is read only if `default_reward` is ""."""
     needs_media: ClassVar[bool] = False
+    """True if every task has images, audio or videos."""
     has_scan: ClassVar[bool] = False
+    """True if the section has the key `scan`, which makes the environment read all its rows when it
+    is built."""
 
     def without_scan(self) -> Self:
         """Return the section without `scan`: building the environment reads only the first rows."""
@@ -125,26 +118,23 @@ class EnvironmentConfig(Section):
 
 
 class LearnerSection(Section):
-    """The base section of learners.
-
-    Attributes:
-        is_distributed: True if the learner trains in processes of its own.
-        has_own_adamw: True if the learner has its own AdamW and supports no other optimizer.
-        supports_cpu_kernels: True if the learner can use Ratchet's CPU kernels.
-        supports_pipeline_lora: True if the learner supports `lora` with several pipeline ranks.
-        supports_freeze: True if the learner supports `model.freeze`.
-        supports_background_save: True if the learner supports `checkpoint.background`: it saves
-            by `save_state` or `save_blocks` alone, which `defer_writes` delays.
-        supports_transformers: True if the learner trains models that transformers runs.
-    """
+    """The base section of learners."""
 
     is_distributed: ClassVar[bool] = False
+    """True if the learner trains in processes of its own."""
     has_own_adamw: ClassVar[bool] = False
+    """True if the learner has its own AdamW and supports no other optimizer."""
     supports_cpu_kernels: ClassVar[bool] = False
+    """True if the learner can use Ratchet's CPU kernels."""
     supports_pipeline_lora: ClassVar[bool] = False
+    """True if the learner supports `lora` with several pipeline ranks."""
     supports_freeze: ClassVar[bool] = True
+    """True if the learner supports `model.freeze`."""
     supports_background_save: ClassVar[bool] = False
+    """True if the learner supports `checkpoint.background`: it saves by `save_state` or
+    `save_blocks` alone, which `defer_writes` delays."""
     supports_transformers: ClassVar[bool] = True
+    """True if the learner trains models that transformers runs."""
 
     @property
     def tensor_ranks(self) -> int:
@@ -192,26 +182,21 @@ class LearnerSection(Section):
 
 
 class GeneratorSection(Section):
-    """The base section of generators.
-
-    Attributes:
-        can_offload: True if the generator can be offloaded from its accelerator (colocation).
-        copies_weights: True if the generator has its own copy of the weights. The model that it is
-            built with then provides only the first weights.
-        reports_kept_mass: True if the generator reports the probability mass that top-p, top-k and
-            min-p keep.
-        records_masks: True if the generator records the tokens that a grammar allows.
-        min_temperature: The lowest positive temperature that the generator accepts.
-        rounds_like_learner: True if the generator computes with `precision` on a CPU, like the
-            learner.
-    """
+    """The base section of generators."""
 
     can_offload: ClassVar[bool] = True
+    """True if the generator can be offloaded from its accelerator (colocation)."""
     copies_weights: ClassVar[bool] = False
+    """True if the generator has its own copy of the weights. The model that it is built with then
+    provides only the first weights."""
     reports_kept_mass: ClassVar[bool] = True
+    """True if the generator reports the probability mass that top-p, top-k and min-p keep."""
     records_masks: ClassVar[bool] = False
+    """True if the generator records the tokens that a grammar allows."""
     min_temperature: ClassVar[float] = 0.0
+    """The lowest positive temperature that the generator accepts."""
     rounds_like_learner: ClassVar[bool] = False
+    """True if the generator computes with `precision` on a CPU, like the learner."""
 
     @property
     def sampler(self) -> GeneratorSection:
@@ -305,23 +290,16 @@ class WeightSyncSection(Section):
 class JudgeSection(Section):
     """The base section of the models of a recipe's `judges`."""
 
-    name: str = Field(
-        pattern=r"^[A-Za-z_][\w-]*$",
-        description="Name of this model. A reward refers to it with its key `judge`.",
-    )
-    path: str = Field(
-        min_length=1,
-        description="Directory, address (s3://bucket/model) or Hub id of the judge's model.",
-    )
-    revision: str | None = Field(
-        None, description="Branch, tag or commit on the Hub; null: the default branch."
-    )
-    trust_remote_code: bool = Field(
-        False, description="True to let transformers run code that comes with the model."
-    )
-    template: str | None = Field(
-        None, description="Chat template; null: the template of the judge's tokenizer."
-    )
+    name: str = Field(pattern=r"^[A-Za-z_][\w-]*$")
+    """Name of this model. A reward refers to it with its key `judge`."""
+    path: str = Field(min_length=1)
+    """Directory, address (s3://bucket/model) or Hub id of the judge's model."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub; null: the default branch."""
+    trust_remote_code: bool = False
+    """True to let transformers run code that comes with the model."""
+    template: str | None = None
+    """Chat template; null: the template of the judge's tokenizer."""
 
     @property
     def n_processes(self) -> int:
@@ -335,21 +313,15 @@ class JudgeSection(Section):
 
 
 class JudgedSection(Section):
-    """The base section of rewards that a model of the recipe's `judges` may give.
-
-    Attributes:
-        judge_kind: The kind of model that the reward needs.
-        calls_model: True, as in every reward that calls a service or loads a model.
-    """
+    """The base section of rewards that a model of the recipe's `judges` may give."""
 
     judge_kind: ClassVar[str] = "language_model"
+    """The kind of model that the reward needs."""
     calls_model: ClassVar[bool] = True
+    """True, as in every reward that calls a service or loads a model."""
 
-    judge: str | None = Field(
-        None,
-        description="Name of the model in the recipe's judges that gives the reward; null: none "
-        "of them.",
-    )
+    judge: str | None = None
+    """Name of the model in the recipe's judges that gives the reward; null: none of them."""
 
 
 def list_judged(value: object) -> Iterator[JudgedSection]:

@@ -22,28 +22,25 @@ class SentinelConfig(Section):
     can raise another alarm, the rule must stop holding.
     """
 
-    metric: str = Field(
-        description="Name of a metric in metrics.jsonl; a pattern with * and ? stands for the "
-        "largest metric that matches."
-    )
-    rule: Rule = Field(
-        description="above, below: above or below the threshold. spike: more than threshold robust "
-        "standard deviations (1.4826 times the median deviation) above the median of the previous "
-        "window. grows: the window's median is more than threshold times the first window's "
-        "median. shrinks: it is less than threshold times the first window's median. rises: it "
-        "exceeds the first window's median by more than threshold. reported: not 0; a step without "
-        "the metric counts as 0. nonfinite: NaN or infinite."
-    )
-    threshold: float = Field(default=0.0, description="Threshold of the rule.")
-    window: int = Field(default=32, ge=1, description="Number of values of the metric in a window.")
-    patience: int = Field(
-        default=1, ge=1, description="Steps in a row in which the rule must hold."
-    )
-    action: Literal["off", "warn", "pause"] = Field(
-        default="warn",
-        description="Reaction to an alarm. warn: log it, and write the evidence to sentinels/. "
-        "pause: also save a checkpoint and end the run with exit status 77. off: none.",
-    )
+    metric: str
+    """Name of a metric in metrics.jsonl; a pattern with * and ? stands for the largest metric that
+    matches."""
+    rule: Rule
+    """above, below: above or below the threshold. spike: more than threshold robust standard
+    deviations (1.4826 times the median deviation) above the median of the previous window. grows:
+    the window's median is more than threshold times the first window's median. shrinks: it is less
+    than threshold times the first window's median. rises: it exceeds the first window's median by
+    more than threshold. reported: not 0; a step without the metric counts as 0. nonfinite: NaN or
+    infinite."""
+    threshold: float = 0.0
+    """Threshold of the rule."""
+    window: int = Field(default=32, ge=1)
+    """Number of values of the metric in a window."""
+    patience: int = Field(default=1, ge=1)
+    """Steps in a row in which the rule must hold."""
+    action: Literal["off", "warn", "pause"] = "warn"
+    """Reaction to an alarm. warn: log it, and write the evidence to sentinels/. pause: also save a
+    checkpoint and end the run with exit status 77. off: none."""
 
 
 def _make_sentinel_field(alarm_text: str, **sentinel: Any) -> Any:
@@ -126,34 +123,21 @@ class SentinelsConfig(Section):
         "reward",
         metric="canary/reward", rule="rises", threshold=0.05, window=4,
     )  # fmt: skip
-    custom: dict[str, SentinelConfig] = Field(
-        default_factory=dict,
-        description="Sentinels of your own, by name: each with a metric and a rule.",
-    )
+    custom: dict[str, SentinelConfig] = Field(default_factory=dict)
+    """Sentinels of your own, by name: each with a metric and a rule."""
     second_opinion: Annotated[
         tuple[SerializeAsAny[Section], ...], Slot("rewards", is_list=True)
-    ] = Field(
-        default=(),
-        description="Rewards that are compared with the training rewards, on the same scale, and "
-        "are not trained on.",
-    )
+    ] = ()
+    """Rewards that are compared with the training rewards, on the same scale, and are not trained
+    on."""
     canaries: Annotated[SerializeAsAny[Section] | None, Slot("environment", is_optional=True)] = (
-        Field(
-            default=None,
-            description="Environment of unsolvable held-out tasks, which must earn no reward; "
-            "null: none.",
-        )
+        None
     )
-    every: int = Field(
-        default=10,
-        ge=1,
-        description="Steps between second opinions, and between plays of canaries.",
-    )
-    sample: int = Field(
-        default=16,
-        ge=1,
-        description="Number of attempts that get a second opinion, and of canaries played.",
-    )
+    """Environment of unsolvable held-out tasks, which must earn no reward; null: none."""
+    every: int = Field(default=10, ge=1)
+    """Steps between second opinions, and between plays of canaries."""
+    sample: int = Field(default=16, ge=1)
+    """Number of attempts that get a second opinion, and of canaries played."""
 
     @field_validator("*", mode="before")
     @classmethod

@@ -36,17 +36,14 @@ SURROGATES = re.compile(r"[\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class ValueOrigin:
-    """The place of a value, for error messages.
-
-    Attributes:
-        file: A path or "command line".
-        line: None for a value of the command line.
-        path: The keys that lead to the value, joined by dots, as in an override.
-    """
+    """The place of a value, for error messages."""
 
     file: str
+    """A path or "command line"."""
     line: int | None
+    """None for a value of the command line."""
     path: str
+    """The keys that lead to the value, joined by dots, as in an override."""
 
     def __str__(self) -> str:
         return self.file if self.line is None else f"{self.file}:{self.line}"
@@ -117,17 +114,14 @@ def _build_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 
 @dataclass
 class Budget:
-    """The remaining budget of a recipe and all recipes that it extends.
-
-    Attributes:
-        bytes: Size of the files.
-        entries: Keys and values in the files.
-        nodes: Values after anchors are expanded.
-    """
+    """The remaining budget of a recipe and all recipes that it extends."""
 
     bytes: int = MAX_BYTES
+    """Size of the files."""
     entries: int = MAX_ENTRIES
+    """Keys and values in the files."""
     nodes: int = MAX_NODES
+    """Values after anchors are expanded."""
 
     def take_entry(self, file: str, line: int) -> None:
         """Count a key or value of a file. Raises ConfigError beyond MAX_ENTRIES."""

@@ -38,16 +38,13 @@ MAX_ROW_BYTES = 64 << 20
 
 
 class DataRow(NamedTuple):
-    """A row of a data file and its place in the file.
-
-    Attributes:
-        line: Line number, from 1 on. In files without lines it is the row number.
-        unit: The word for this number in errors: "line" or "row".
-    """
+    """A row of a data file and its place in the file."""
 
     line: int
+    """Line number, from 1 on. In files without lines it is the row number."""
     values: dict[str, Any]
     unit: str = "line"
+    """The word for this number in errors: "line" or "row"."""
 
     @property
     def where(self) -> str:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.base import Section
 from ratchet.data.jsonl import describe_type, is_text_or_number, list_names
@@ -28,40 +28,31 @@ class KeepConfig(Section):
     A null value meets only the condition `none_of`.
     """
 
-    column: str = Field(
-        min_length=1,
-        description="Name of the column in the file; dots reach nested values: extra_info.index.",
-    )
-    at_least: float | None = Field(None, description="Smallest number that passes; null: no bound.")
-    at_most: float | None = Field(None, description="Largest number that passes; null: no bound.")
-    one_of: tuple[Scalar, ...] = Field((), description="Values that pass; empty: all.")
-    none_of: tuple[Scalar, ...] = Field((), description="Values that do not pass.")
-    contains: str = Field(
-        "",
-        description="Text that the column's text must contain, or item that its list must contain; "
-        "empty: any passes.",
-    )
-    min_chars: int | None = Field(
-        None,
-        ge=0,
-        description="Smallest number of characters of the text, or of the JSON of another value; "
-        "null: no bound.",
-    )
-    max_chars: int | None = Field(
-        None,
-        ge=0,
-        description="Largest number of characters of the text, or of the JSON of another value; "
-        "null: no bound.",
-    )
+    column: str = Field(min_length=1)
+    """Name of the column in the file; dots reach nested values: extra_info.index."""
+    at_least: float | None = None
+    """Smallest number that passes; null: no bound."""
+    at_most: float | None = None
+    """Largest number that passes; null: no bound."""
+    one_of: tuple[Scalar, ...] = ()
+    """Values that pass; empty: all."""
+    none_of: tuple[Scalar, ...] = ()
+    """Values that do not pass."""
+    contains: str = ""
+    """Text that the column's text must contain, or item that its list must contain; empty: any
+    passes."""
+    min_chars: int | None = Field(None, ge=0)
+    """Smallest number of characters of the text, or of the JSON of another value; null: no
+    bound."""
+    max_chars: int | None = Field(None, ge=0)
+    """Largest number of characters of the text, or of the JSON of another value; null: no bound."""
 
-    @model_validator(mode="after")
-    def _check_has_condition(self) -> KeepConfig:
+    def check_keys(self) -> None:
         if not self.changed - {"column"}:
             raise ValueError(
                 f"the filter of '{self.column}' has no condition: add at_least, at_most, one_of, "
                 "none_of, contains, ..."
             )
-        return self
 
     def keeps(self, values: Mapping[str, Any], where: str) -> bool:
         """True if the row is kept.

@@ -26,16 +26,12 @@ class TokenizerConfig(Section):
     model's directory or Hub id (None for a model with random weights).
     """
 
-    template: str | None = Field(
-        default=None,
-        description="Chat template: plain, turns, chatml, or the path of a .jinja file; null: the "
-        "tokenizer's own template.",
-    )
-    chat_template_kwargs: dict[str, Any] = Field(
-        default={},
-        description="Variables of the chat template: {enable_thinking: false}. The template of the "
-        "exported model has them as defaults.",
-    )
+    template: str | None = None
+    """Chat template: plain, turns, chatml, or the path of a .jinja file; null: the tokenizer's own
+    template."""
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    """Variables of the chat template: {enable_thinking: false}. The template of the exported model
+    has them as defaults."""
     tool_format: Literal[
         "auto",
         "hermes",
@@ -47,16 +43,10 @@ class TokenizerConfig(Section):
         "minimax",
         "glm",
         "harmony",
-    ] = Field(
-        default="auto",
-        description="Format of the model's tool calls; auto: inferred from the template and the "
-        "special tokens.",
-    )
-    date: str | None = Field(
-        default=None,
-        description="Date that templates print as today, such as 2026-01-31; null: the date of the "
-        "run's start.",
-    )
+    ] = "auto"
+    """Format of the model's tool calls; auto: inferred from the template and the special tokens."""
+    date: str | None = None
+    """Date that templates print as today, such as 2026-01-31; null: the date of the run's start."""
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -88,13 +78,10 @@ class AutoTokenizerConfig(TokenizerConfig):
 
     builds: ClassVar[str] = "ratchet.data.chat.builtin_tokenizers:build_auto"
 
-    path: str | None = Field(
-        None,
-        description="Directory, address or Hub id of the tokenizer; null: that of the model.",
-    )
-    revision: str | None = Field(
-        None, description="Branch, tag or commit on the Hub; null: the default branch."
-    )
+    path: str | None = None
+    """Directory, address or Hub id of the tokenizer; null: that of the model."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub; null: the default branch."""
 
 
 class CharactersConfig(TokenizerConfig):
@@ -102,7 +89,8 @@ class CharactersConfig(TokenizerConfig):
 
     builds: ClassVar[str] = "ratchet.data.chat.builtin_tokenizers:build_characters"
 
-    alphabet: str = Field(PRINTABLE, min_length=1, description="The characters that have a token.")
+    alphabet: str = Field(PRINTABLE, min_length=1)
+    """The characters that have a token."""
 
     @field_validator("alphabet")
     @classmethod
@@ -124,11 +112,7 @@ class ByteBPEConfig(TokenizerConfig):
 
     builds: ClassVar[str] = "ratchet.data.chat.builtin_tokenizers:build_byte_bpe"
 
-    texts: tuple[Path, ...] = Field(
-        min_length=1, description="Text files (UTF-8) to train on, read line by line."
-    )
-    vocab_size: int = Field(
-        4096,
-        ge=264,
-        description="Number of tokens: 256 bytes, 8 special tokens, and the merges.",
-    )
+    texts: tuple[Path, ...] = Field(min_length=1)
+    """Text files (UTF-8) to train on, read line by line."""
+    vocab_size: int = Field(4096, ge=264)
+    """Number of tokens: 256 bytes, 8 special tokens, and the merges."""

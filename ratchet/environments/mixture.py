@@ -10,7 +10,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.resolve import Slot
 from ratchet.config.schema import AnyEnvironment
@@ -37,13 +37,10 @@ class MixtureConfig(EnvironmentConfig):
 
     builds: ClassVar[str] = "ratchet.environments.mixture:mixture"
 
-    parts: Annotated[tuple[AnyEnvironment, ...], Slot("part", is_list=True)] = Field(
-        min_length=1,
-        description="Environments with their weights. Two of the same kind need different tags.",
-    )
+    parts: Annotated[tuple[AnyEnvironment, ...], Slot("part", is_list=True)] = Field(min_length=1)
+    """Environments with their weights. Two of the same kind need different tags."""
 
-    @model_validator(mode="after")
-    def _check_tags(self) -> MixtureConfig:
+    def check_keys(self) -> None:
         tags = [get_part_tag(part) for part in self.parts]
         repeated = next((tag for tag in tags if tags.count(tag) > 1), None)
         if repeated is not None:
@@ -51,7 +48,6 @@ class MixtureConfig(EnvironmentConfig):
                 f"two parts have the tag '{repeated}': set another tag for one, such as "
                 f"{repeated}_2"
             )
-        return self
 
     @property
     def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]

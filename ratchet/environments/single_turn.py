@@ -32,18 +32,15 @@ def is_held_out(prompt: str) -> bool:
 
 
 class Problem(NamedTuple):
-    """A question and its answer, which become a task.
-
-    Attributes:
-        key: Text that identifies the problem and determines its split; "" to use the prompt. A game
-            whose first message is always the same needs a key: its secret, for example.
-    """
+    """A question and its answer, which become a task."""
 
     prompt: str
     answer: str
     meta: Mapping[str, Any] = {}
     seed: int = 0
     key: str = ""
+    """Text that identifies the problem and determines its split; "" to use the prompt. A game whose
+    first message is always the same needs a key: its secret, for example."""
 
     @property
     def identity(self) -> str:
@@ -51,13 +48,10 @@ class Problem(NamedTuple):
 
 
 class SingleTurn(Environment):
-    """An environment whose episode ends after one answer to the task's messages.
-
-    Attributes:
-        name: The tag of the tasks, and the prefix of their ids.
-    """
+    """An environment whose episode ends after one answer to the task's messages."""
 
     name: str
+    """The tag of the tasks, and the prefix of their ids."""
     replayable = True
 
     def demonstration(self, task: Task) -> Sequence[Message]:

@@ -38,20 +38,16 @@ def is_lower_better(metric: str) -> bool:
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """The early-stopping rule of a stage.
-
-    Attributes:
-        n_evaluations: The stage ends after this many evaluations in a row without an improvement;
-            0: never.
-        metric: The metric that is compared; None: accuracy if it is measured, else the loss.
-        min_gain: An improvement must be larger than this.
-        stop_at: The stage ends once the metric is as good as this value; None: never.
-    """
+    """The early-stopping rule of a stage."""
 
     n_evaluations: int
+    """The stage ends after this many evaluations in a row without an improvement; 0: never."""
     metric: str | None
+    """The metric that is compared; None: accuracy if it is measured, else the loss."""
     min_gain: float = 0.0
+    """An improvement must be larger than this."""
     stop_at: float | None = None
+    """The stage ends once the metric is as good as this value; None: never."""
 
     @classmethod
     def from_config(cls, config: EvaluationConfig) -> EarlyStopping | None:

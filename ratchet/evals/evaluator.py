@@ -26,24 +26,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Evaluator:
-    """An evaluation of the policy by the rewards of its answers.
-
-    Attributes:
-        manager: The manager that plays and judges the attempts. Its rewards are `eval_rewards`, by
-            default the environment's own reward, which reward shaping does not change.
-        tasks: The held-out tasks.
-        sampling: The sampling parameters of the sampled attempts.
-        samples: Number of sampled attempts per task.
-        greedy: True to add one greedy attempt per task.
-        pass_threshold: The reward from which an attempt counts as passed.
-    """
+    """An evaluation of the policy by the rewards of its answers."""
 
     manager: RolloutManager
+    """The manager that plays and judges the attempts. Its rewards are `eval_rewards`, by default
+    the environment's own reward, which reward shaping does not change."""
     tasks: Sequence[Task]
+    """The held-out tasks."""
     sampling: Sampling
+    """The sampling parameters of the sampled attempts."""
     samples: int = 0
+    """Number of sampled attempts per task."""
     greedy: bool = True
+    """True to add one greedy attempt per task."""
     pass_threshold: float = 1.0
+    """The reward from which an attempt counts as passed."""
 
     # Accuracies of two stages are compared only if their evaluators measure the same quantities.
     measured_quantities = frozenset({"answers of the policy"})

@@ -29,21 +29,18 @@ MAX_PART_TOKENS = 2**15
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """The loss on held-out tasks.
-
-    Attributes:
-        n_tasks: Number of tasks.
-        loss: The algorithm's loss on them; NaN if none of their tokens trains.
-        term_metrics: The metrics of the loss terms, such as accuracy and margin. An algorithm that
-            learns from given text also has perplexity and token_accuracy.
-        correlation: Pearson's correlation of scores and rewards; None without scores or rewards, or
-            if one of them is constant.
-    """
+    """The loss on held-out tasks."""
 
     n_tasks: int
+    """Number of tasks."""
     loss: float
+    """The algorithm's loss on them; NaN if none of their tokens trains."""
     term_metrics: Mapping[str, float]
+    """The metrics of the loss terms, such as accuracy and margin. An algorithm that learns from
+    given text also has perplexity and token_accuracy."""
     correlation: float | None = None
+    """Pearson's correlation of scores and rewards; None without scores or rewards, or if one of
+    them is constant."""
 
     def get_metrics(self) -> dict[str, float]:
         metrics = {"loss": self.loss, **self.term_metrics}

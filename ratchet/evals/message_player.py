@@ -48,17 +48,14 @@ class AttemptFailed(RatchetError):
 
 
 class Reply(NamedTuple):
-    """A turn of the policy.
-
-    Attributes:
-        message: The message of the turn.
-        n_malformed: Number of tool calls that can't be read.
-        is_cut: True if the message ended at the length limit.
-    """
+    """A turn of the policy."""
 
     message: Message
+    """The message of the turn."""
     n_malformed: int = 0
+    """Number of tool calls that can't be read."""
     is_cut: bool = False
+    """True if the message ended at the length limit."""
 
 
 @dataclass
@@ -102,17 +99,14 @@ class AttemptState:
 
 
 class MessagePlayer(ABC):
-    """Base class of players like `EpisodePlayer` whose policy gives messages.
-
-    Attributes:
-        max_turns: Number of turns after which an attempt is truncated.
-        history_window: Number of past turns in a turn's prompt; None: all turns.
-        timeout_s: Seconds for a whole attempt; None sets no limit.
-    """
+    """Base class of players like `EpisodePlayer` whose policy gives messages."""
 
     max_turns: int
+    """Number of turns after which an attempt is truncated."""
     history_window: int | None = None
+    """Number of past turns in a turn's prompt; None: all turns."""
     timeout_s: float | None
+    """Seconds for a whole attempt; None sets no limit."""
 
     @abstractmethod
     async def answer(

@@ -27,24 +27,20 @@ MAX_ANSWER_TOKENS = 2**22
 
 @dataclass(frozen=True)
 class EndpointPlayer(MessagePlayer):
-    """A player, like `EpisodePlayer`, whose policy is a model behind an endpoint.
-
-    Attributes:
-        endpoint: The HTTP client.
-        model: The model's name at the endpoint.
-        body: Further keys of each request; None removes a key.
-        max_turns: Number of turns after which an attempt is truncated.
-        history_window: Number of past turns in a turn's prompt; None: all turns.
-        timeout_s: Seconds for a whole attempt, including the wait for a free slot; None sets no
-            limit.
-    """
+    """A player, like `EpisodePlayer`, whose policy is a model behind an endpoint."""
 
     endpoint: Endpoint
+    """The HTTP client."""
     model: str
+    """The model's name at the endpoint."""
     body: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of each request; None removes a key."""
     max_turns: int = 64
+    """Number of turns after which an attempt is truncated."""
     history_window: int | None = None
+    """Number of past turns in a turn's prompt; None: all turns."""
     timeout_s: float | None = None
+    """Seconds for a whole attempt, including the wait for a free slot; None sets no limit."""
 
     async def answer(
         self,

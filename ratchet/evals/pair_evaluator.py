@@ -21,17 +21,14 @@ from ratchet.types import Task
 
 @dataclass(frozen=True)
 class PairAccuracy:
-    """The result of an evaluation on pairs.
-
-    Attributes:
-        n_pairs: Number of compared pairs.
-        accuracy: Share of pairs whose chosen answer is likelier; a tie counts one half.
-        margin: Mean over pairs of log p(chosen) - log p(rejected), summed over tokens, in nats.
-    """
+    """The result of an evaluation on pairs."""
 
     n_pairs: int
+    """Number of compared pairs."""
     accuracy: float
+    """Share of pairs whose chosen answer is likelier; a tie counts one half."""
     margin: float
+    """Mean over pairs of log p(chosen) - log p(rejected), summed over tokens, in nats."""
 
     def get_metrics(self) -> dict[str, float]:
         return {"accuracy": self.accuracy, "margin": self.margin}

@@ -15,20 +15,16 @@ SIGNIFICANCE_LEVEL = 0.05
 
 @dataclass(frozen=True)
 class EvalComparison:
-    """A paired comparison of two evaluations.
-
-    Attributes:
-        by_measure: The differences of "sampled" (mean over sampled attempts) and of "greedy"
-            (greedy accuracy). A measure that one evaluation lacks is left out.
-        by_tag: The difference of the first measure for each tag; empty unless there are several
-            tags.
-        n_excluded_prompts: The number of prompts that only one evaluation contains, or that lack a
-            reward for the first measure in one.
-    """
+    """A paired comparison of two evaluations."""
 
     by_measure: Mapping[str, PairedDifference]
+    """The differences of "sampled" (mean over sampled attempts) and of "greedy" (greedy accuracy).
+    A measure that one evaluation lacks is left out."""
     by_tag: Mapping[str, PairedDifference]
+    """The difference of the first measure for each tag; empty unless there are several tags."""
     n_excluded_prompts: int
+    """The number of prompts that only one evaluation contains, or that lack a reward for the first
+    measure in one."""
 
 
 def compare(a: EvalResults, b: EvalResults) -> EvalComparison:

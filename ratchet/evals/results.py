@@ -40,23 +40,20 @@ AttemptEnd = Literal["scored", "truncated", "unjudged", "failed", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """The record of an attempt.
-
-    Attributes:
-        end: How the attempt ended.
-        reward: None if the attempt was not judged.
-        answer: The final answer, if the rewards can extract it.
-        tokens: Number of tokens that the policy wrote.
-        text: The policy's last message.
-        detail: The description of a failure, its kind first.
-    """
+    """The record of an attempt."""
 
     end: AttemptEnd
+    """How the attempt ended."""
     reward: float | None
+    """None if the attempt was not judged."""
     answer: str | None = None
+    """The final answer, if the rewards can extract it."""
     tokens: int = 0
+    """Number of tokens that the policy wrote."""
     text: str = ""
+    """The policy's last message."""
     detail: str = ""
+    """The description of a failure, its kind first."""
 
     @property
     def kind(self) -> str:
@@ -66,22 +63,19 @@ class AttemptResult:
 
 @dataclass(frozen=True, slots=True)
 class PromptResult:
-    """The attempts at one held-out task.
-
-    Attributes:
-        digest: A hash of the task (see `hash_task`).
-        votes: True if the final answers can be compared, so that the attempts can vote (cons@k).
-        prompt: The last message of the task, at most MAX_PROMPT_CHARS of it; "" in results of
-            earlier versions.
-    """
+    """The attempts at one held-out task."""
 
     id: str
     tag: str
     digest: str
+    """A hash of the task (see `hash_task`)."""
     votes: bool
+    """True if the final answers can be compared, so that the attempts can vote (cons@k)."""
     greedy: AttemptResult | None = None
     sampled: tuple[AttemptResult, ...] = ()
     prompt: str = ""
+    """The last message of the task, at most MAX_PROMPT_CHARS of it; "" in results of earlier
+    versions."""
 
     @property
     def attempts(self) -> tuple[AttemptResult, ...]:
@@ -98,19 +92,16 @@ class PromptResult:
 
 
 class Measure(NamedTuple):
-    """A mean over prompts with its confidence interval.
-
-    Attributes:
-        prompts: Number of prompts that have a value.
-        error: Standard error of a value that is estimated by sampling; 0 for an exact value.
-    """
+    """A mean over prompts with its confidence interval."""
 
     name: str
     value: float
     low: float
     high: float
     prompts: int
+    """Number of prompts that have a value."""
     error: float = 0.0
+    """Standard error of a value that is estimated by sampling; 0 for an exact value."""
 
 
 def hash_task(task: Task) -> str:
@@ -132,17 +123,14 @@ def list_powers_of_two(n: int) -> list[int]:
 
 @dataclass(frozen=True)
 class EvalResults:
-    """The results of an evaluation.
-
-    Attributes:
-        pass_threshold: The reward from which an attempt counts as passed.
-        about: The model, the tasks and the settings of the evaluation.
-    """
+    """The results of an evaluation."""
 
     prompts: tuple[PromptResult, ...]
     pass_threshold: float = 1.0
+    """The reward from which an attempt counts as passed."""
     seed: int = 0
     about: Mapping[str, Any] = field(default_factory=dict)
+    """The model, the tasks and the settings of the evaluation."""
 
     @property
     def samples(self) -> int:

@@ -41,15 +41,12 @@ def estimate_pass_at_k(n: int, correct: int) -> Floats:
 
 @dataclass(frozen=True)
 class Consensus:
-    """The expected value of the most frequent answer, for each k.
-
-    Attributes:
-        values: [K] expected values.
-        errors: [K] standard errors of sampled values; 0 if exact.
-    """
+    """The expected value of the most frequent answer, for each k."""
 
     values: Floats
+    """[K] expected values."""
     errors: Floats
+    """[K] standard errors of sampled values; 0 if exact."""
 
 
 def estimate_consensus(
@@ -190,24 +187,21 @@ def bootstrap_interval(
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """The result of a paired comparison of a and b.
-
-    Attributes:
-        difference: Mean of a - b over prompts, with its interval `low` to `high`.
-        p_value: Two-sided p-value.
-        is_exact: True if the p-value was enumerated rather than sampled.
-        n_better: Number of prompts at which a is larger.
-        n_worse: Number of prompts at which a is smaller.
-    """
+    """The result of a paired comparison of a and b."""
 
     n_prompts: int
     difference: float
+    """Mean of a - b over prompts, with its interval `low` to `high`."""
     low: float
     high: float
     p_value: float
+    """Two-sided p-value."""
     is_exact: bool
+    """True if the p-value was enumerated rather than sampled."""
     n_better: int
+    """Number of prompts at which a is larger."""
     n_worse: int
+    """Number of prompts at which a is smaller."""
 
 
 def compare_pairs(a_P: ArrayLike, b_P: ArrayLike, *, seed: int = 0) -> PairedDifference:

@@ -27,22 +27,15 @@ def _check_distinct(devices: tuple[int, ...] | None) -> tuple[int, ...] | None:
 class ClusterConfig(ClusterSection):
     """The fields that every kind of cluster has."""
 
-    timeout_s: float = Field(
-        1800.0,
-        gt=0,
-        description="Default deadline of a worker's call, in seconds.",
-    )
-    silence_s: float = Field(
-        25.0, ge=5, description="Seconds without a heartbeat after which a worker is killed."
-    )
-    colocated: bool = Field(
-        False,
-        description="Learner and generator take turns on the same accelerators; the one that waits "
-        "keeps its memory on the host.",
-    )
-    ports: Annotated[tuple[Port, Port] | None, AfterValidator(_check_ascending)] = Field(
-        None, description="First and last port on which workers may listen; null: any free port."
-    )
+    timeout_s: float = Field(1800.0, gt=0)
+    """Default deadline of a worker's call, in seconds."""
+    silence_s: float = Field(25.0, ge=5)
+    """Seconds without a heartbeat after which a worker is killed."""
+    colocated: bool = False
+    """Learner and generator take turns on the same accelerators; the one that waits keeps its
+    memory on the host."""
+    ports: Annotated[tuple[Port, Port] | None, AfterValidator(_check_ascending)] = None
+    """First and last port on which workers may listen; null: any free port."""
 
     @property
     def is_colocated(self) -> bool:
@@ -56,7 +49,8 @@ class LocalClusterConfig(ClusterConfig):
 
     devices: Annotated[
         tuple[Annotated[int, Field(ge=0)], ...] | None, AfterValidator(_check_distinct)
-    ] = Field(None, description="Accelerators to use, by index; null: all that this process sees.")
+    ] = None
+    """Accelerators to use, by index; null: all that this process sees."""
 
 
 class RayClusterConfig(ClusterConfig):
@@ -64,35 +58,20 @@ class RayClusterConfig(ClusterConfig):
 
     builds: ClassVar[str] = "ratchet.executors.ray:RayExecutor"
 
-    address: str | None = Field(
-        None,
-        description="Address of a running cluster: host:port, or auto; null: a new cluster on this "
-        "machine.",
-    )
-    nodes: int = Field(
-        1,
-        ge=1,
-        description="Number of nodes that the run uses. It does not start on a smaller cluster.",
-    )
-    gpus_per_node: int | None = Field(
-        None, ge=0, description="Accelerators that the run uses on each node; null: all."
-    )
-    cpus_per_node: float | None = Field(
-        None,
-        gt=0,
-        description="Cores that the run uses on each node; null: all cores of the node, or "
-        "`threads` in a new cluster on this machine.",
-    )
-    strategy: Strategy = Field(
-        "pack",
-        description="How ranks are placed on nodes: on few nodes (pack), on many (spread), or one "
-        "on each (per_node).",
-    )
-    object_store_mib: int = Field(
-        2048,
-        ge=80,
-        description="Shared memory of a new cluster, in MiB, for data that its processes exchange.",
-    )
+    address: str | None = None
+    """Address of a running cluster: host:port, or auto; null: a new cluster on this machine."""
+    nodes: int = Field(1, ge=1)
+    """Number of nodes that the run uses. It does not start on a smaller cluster."""
+    gpus_per_node: int | None = Field(None, ge=0)
+    """Accelerators that the run uses on each node; null: all."""
+    cpus_per_node: float | None = Field(None, gt=0)
+    """Cores that the run uses on each node; null: all cores of the node, or `threads` in a new
+    cluster on this machine."""
+    strategy: Strategy = "pack"
+    """How ranks are placed on nodes: on few nodes (pack), on many (spread), or one on each
+    (per_node)."""
+    object_store_mib: int = Field(2048, ge=80)
+    """Shared memory of a new cluster, in MiB, for data that its processes exchange."""
 
 
 class TorchrunClusterConfig(ClusterConfig):

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import TimeoutError
-from typing import Any
 
 import psutil
 
@@ -61,10 +60,6 @@ class LocalExecutor:
         self._current_servers: dict[str | None, ForkServer] = {}
         self._servers_lock = threading.Lock()
         self._groups: list[WorkerGroup] = []
-
-    def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any:
-        """Create a component in this process."""
-        return factory(**arguments)
 
     def plan(self, requests: Sequence[ResourceRequest]) -> None:
         """Assign resources to all roles, before the first group is started.

@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -82,10 +82,6 @@ class RayExecutor:
         self._owns_connection = False
         # The folder of a Ray that this executor has started.
         self._temporary_folder: TemporaryFolder | None = None
-
-    def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any:
-        """Return a component built in this process."""
-        return factory(**arguments)
 
     def plan(self, requests: Sequence[ResourceRequest]) -> None:
         """Reserve the resources of all roles, before the first group is started.

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -86,10 +86,6 @@ class TorchrunExecutor:
         self._hub = _Hub(torchrun_rank, config)
         self._cluster: VirtualCluster | None = None
         self._groups: list[WorkerGroup] = []
-
-    def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any:
-        """Create a component in this process and return it."""
-        return factory(**arguments)
 
     def plan(self, requests: Sequence[ResourceRequest]) -> None:
         """Assign processes to all roles. Call it before `group`.

@@ -121,10 +121,6 @@ class WorkerGroup:
         """
         return await asyncio.wrap_future(self.submit_each(method, arguments_by_rank))
 
-    def each_now(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
-        """Call a method like `each`, but block the calling thread."""
-        return self.submit_each(method, arguments_by_rank).result()
-
     def submit(self, method: str, /, *arguments: Any, **keywords: Any) -> Future[list[Any]]:
         """Start a call and return the future of its results."""
         return self._submit(method, self._pack_shared(("call", (method, arguments, keywords))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from ratchet.config.resolve import import_object
 from ratchet.config.sections import EnvironmentConfig
@@ -20,22 +20,19 @@ class MessageLogConfig(EnvironmentConfig):
     builds: ClassVar[str] = "ratchet.experience.nemo_rl.training:MessageLogEnvironment"
     data_kinds: ClassVar[frozenset[str]] = frozenset({"rollouts"})
 
-    interface: str = Field(description="Path of the environment's class: my_pkg.my_mod:MyEnv.")
-    arguments: dict[str, Any] = Field({}, description="Arguments of the class, by name.")
-    data: str = Field(
-        description='Path of a function that takes a split ("train" or "test") and returns its '
-        "samples as DatumSpecs."
-    )
-    raw_observations: bool | None = Field(
-        None,
-        description="true: append the text of observations as its own tokens, without the chat "
-        "template, as NeMo RL does; null: as the class's attribute raw_observations says.",
-    )
-    judges_cut_answers: bool | None = Field(
-        None,
-        description="true: let the environment judge an answer that a token limit cut off, as "
-        "NeMo RL does; null: as the class's attribute judges_cut_answers says.",
-    )
+    interface: str
+    """Path of the environment's class: my_pkg.my_mod:MyEnv."""
+    arguments: dict[str, Any] = Field({})
+    """Arguments of the class, by name."""
+    data: str
+    """Path of a function that takes a split ("train" or "test") and returns its samples as
+    DatumSpecs."""
+    raw_observations: bool | None = None
+    """true: append the text of observations as its own tokens, without the chat template, as NeMo
+    RL does; null: as the class's attribute raw_observations says."""
+    judges_cut_answers: bool | None = None
+    """true: let the environment judge an answer that a token limit cut off, as NeMo RL does; null:
+    as the class's attribute judges_cut_answers says."""
 
     @field_validator("interface", "data")
     @classmethod
@@ -48,8 +45,7 @@ class MessageLogConfig(EnvironmentConfig):
             raise ValueError(f"'{path}' can't be called. Name a class or a function")
         return path
 
-    @model_validator(mode="after")
-    def _check_constructor(self) -> MessageLogConfig:
+    def check_keys(self) -> None:
         interface = import_object(self.interface)
         missing = next((name for name in REQUIRED_METHODS if not hasattr(interface, name)), None)
         if missing is not None:
@@ -61,7 +57,6 @@ class MessageLogConfig(EnvironmentConfig):
             inspect.signature(interface).bind(**self.arguments)
         except TypeError as error:
             raise ValueError(f"arguments don't fit '{self.interface}': {error}") from error
-        return self
 
 
 class AtroposConfig(EnvironmentConfig):
@@ -70,19 +65,13 @@ class AtroposConfig(EnvironmentConfig):
     builds: ClassVar[str] = "ratchet.experience.atropos.environment:AtroposEnvironment"
     data_kinds: ClassVar[frozenset[str]] = frozenset({"rollouts"})
 
-    path: str = Field(
-        description="Path of the environment's class: my_pkg.my_mod:MyEnv, or my_env.py:MyEnv."
-    )
-    config: dict[str, Any] = Field(
-        {},
-        description="Keys of the environment's own config class, such as tokenizer_name, which "
-        "must be the policy's tokenizer. Others are as its config_init gives them.",
-    )
-    test_tasks: int = Field(
-        16, ge=1, description="Number of held-out items: the first that the environment gives."
-    )
-    ignore: tuple[str, ...] = Field(
-        (),
-        description="Fields of the environment's requests that have no effect, such as "
-        "temperature and top_p, which are the run's.",
-    )
+    path: str
+    """Path of the environment's class: my_pkg.my_mod:MyEnv, or my_env.py:MyEnv."""
+    config: dict[str, Any] = Field({})
+    """Keys of the environment's own config class, such as tokenizer_name, which must be the
+    policy's tokenizer. Others are as its config_init gives them."""
+    test_tasks: int = Field(16, ge=1)
+    """Number of held-out items: the first that the environment gives."""
+    ignore: tuple[str, ...] = ()
+    """Fields of the environment's requests that have no effect, such as temperature and top_p,
+    which are the run's."""

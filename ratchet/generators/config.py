@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from ratchet.config.sections import GeneratorSection
 from ratchet.generators.vllm.arguments import (
@@ -29,46 +29,27 @@ class EngineConfig(GeneratorSection):
     rounds_like_learner: ClassVar[bool] = True
 
     kind: Literal["engine"] = "engine"
-    max_running: int = Field(
-        1024,
-        ge=1,
-        description="Maximum number of requests that are generated at the same time; the others "
-        "wait.",
-    )
-    max_context: Annotated[int, Field(ge=1)] | None = Field(
-        None,
-        description="Maximum number of tokens of prompt and completion together; null: as many as "
-        "the model has positions.",
-    )
-    kv_cache_gib: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
-        "auto",
-        description="Maximum size of the KV cache in GiB. auto: the device memory that learners "
-        "in the same process leave, with a micro-batch's activations; without learners half of "
-        "what is free; on a CPU a quarter of main memory.",
-    )
-    prefill_tokens: int = Field(
-        2048,
-        ge=1,
-        description="Maximum number of prompt tokens in one forward; a longer prompt has a forward "
-        "of its own.",
-    )
-    row_multiple: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        "auto",
-        description="Token rows of a forward, and of each expert, are padded to a multiple of "
-        "this, so that a request's result doesn't depend on its neighbours; auto: measured when "
-        "the engine starts.",
-    )
-    keep_kv: bool = Field(
-        False,
-        description="When new weights arrive, running requests keep the keys and values that the "
-        "old weights computed; false: they are computed anew.",
-    )
-    quantise: Literal["nf4", "float8"] | None = Field(
-        None,
-        description="Format to which the layers' matrices are quantised when a weight sync "
-        "delivers them; only for engines in worker processes (generator.kind=workers), which have "
-        "a copy of the weights. null: none.",
-    )
+    max_running: int = Field(1024, ge=1)
+    """Maximum number of requests that are generated at the same time; the others wait."""
+    max_context: Annotated[int, Field(ge=1)] | None = None
+    """Maximum number of tokens of prompt and completion together; null: as many as the model has
+    positions."""
+    kv_cache_gib: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    """Maximum size of the KV cache in GiB. auto: the device memory that learners in the same
+    process leave, with a micro-batch's activations; without learners half of what is free; on a CPU
+    a quarter of main memory."""
+    prefill_tokens: int = Field(2048, ge=1)
+    """Maximum number of prompt tokens in one forward; a longer prompt has a forward of its own."""
+    row_multiple: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Token rows of a forward, and of each expert, are padded to a multiple of this, so that a
+    request's result doesn't depend on its neighbours; auto: measured when the engine starts."""
+    keep_kv: bool = False
+    """When new weights arrive, running requests keep the keys and values that the old weights
+    computed; false: they are computed anew."""
+    quantise: Literal["nf4", "float8"] | None = None
+    """Format to which the layers' matrices are quantised when a weight sync delivers them; only for
+    engines in worker processes (generator.kind=workers), which have a copy of the weights. null:
+    none."""
 
     @property
     def request_limit(self) -> int:
@@ -90,22 +71,15 @@ class HFConfig(GeneratorSection):
     can_offload: ClassVar[bool] = False  # it holds no copy of the weights to offload
 
     kind: Literal["hf"] = "hf"
-    max_running: int = Field(
-        64,
-        ge=1,
-        description="Maximum number of requests in a padded batch; the next batch starts when all "
-        "of them have ended.",
-    )
-    max_context: Annotated[int, Field(ge=1)] | None = Field(
-        None,
-        description="Maximum number of tokens of prompt and completion together; null: as many as "
-        "the model has positions.",
-    )
-    keep_kv: bool = Field(
-        False,
-        description="When new weights arrive, running requests keep the keys and values that the "
-        "old weights computed; false: they are computed anew.",
-    )
+    max_running: int = Field(64, ge=1)
+    """Maximum number of requests in a padded batch; the next batch starts when all of them have
+    ended."""
+    max_context: Annotated[int, Field(ge=1)] | None = None
+    """Maximum number of tokens of prompt and completion together; null: as many as the model has
+    positions."""
+    keep_kv: bool = False
+    """When new weights arrive, running requests keep the keys and values that the old weights
+    computed; false: they are computed anew."""
 
     @property
     def request_limit(self) -> int:
@@ -130,94 +104,53 @@ class VLLMConfig(GeneratorSection):
     copies_weights: ClassVar[bool] = True  # the model passed in only provides the first weights
 
     kind: Literal["vllm"] = "vllm"
-    engine: Literal["async", "sync"] = Field(
-        "async",
-        description="async: vLLM's engine runs in separate processes, which generate while this "
-        "process does other work; sync: in this process, step by step.",
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto",
-        description="Dtype of vLLM's weights and KV cache; auto: float32 on a CPU, else bfloat16. "
-        "The learner's weights keep their dtype.",
-    )
-    max_running: int = Field(
-        256,
-        ge=1,
-        description="Maximum number of requests that are generated at the same time; the others "
-        "wait.",
-    )
-    max_context: Annotated[int, Field(ge=1)] | None = Field(
-        None,
-        description="Maximum number of tokens of prompt and completion together; null: as many as "
-        "the model has positions.",
-    )
-    kv_cache_gib: float = Field(
-        4.0, gt=0, description="Size of the KV cache of each worker, in GiB."
-    )
-    block_size: int = Field(
-        32,
-        ge=16,
-        multiple_of=16,
-        description="Number of tokens in a block of the KV cache; prompts with equal prefixes "
-        "share whole blocks.",
-    )
-    tensor_parallel: int = Field(
-        1, ge=1, description="Number of workers among which every layer is divided."
-    )
-    pipeline_parallel: int = Field(
-        1,
-        ge=1,
-        description="Number of pipeline stages. Each stage has tensor_parallel workers, which hold "
-        "some of the layers.",
-    )
-    data_parallel: int = Field(
-        1, ge=1, description="Number of copies of the model, among which requests are divided."
-    )
-    enforce_eager: bool = Field(
-        False,
-        description="true: vLLM does not compile the model or capture CUDA graphs. It starts "
-        "sooner, but generates slower on an accelerator.",
-    )
-    keep_kv: bool = Field(
-        False,
-        description="When new weights arrive, running requests keep the keys and values that the "
-        "old weights computed; false: they are computed anew.",
-    )
-    lora_rank: int = Field(
-        0,
-        ge=0,
-        le=512,
-        description="Largest rank of a LoRA adapter that vLLM can receive (`lora`); 0: none.",
-    )
-    lora_others: int = Field(
-        0,
-        ge=0,
-        description="Number of adapters that vLLM can serve beside the policy's own, for requests "
-        "that name them (`add_adapter`).",
-    )
-    quantise: Literal["float8"] | None = Field(
-        None,
-        description="Format to which vLLM quantises the layers' matrices when a weight sync "
-        "delivers them; for accelerators that multiply matrices in this format. null: none.",
-    )
-    weight_transfer: Literal["auto", "file", "ipc"] = Field(
-        "auto",
-        description="Memory through which weights are passed to vLLM's workers; file: a file in "
-        "handover_dir; ipc: a buffer on the learner's accelerator, which the workers map by CUDA "
-        "IPC; auto: ipc if learner.kind=local trains in this process on an accelerator that they "
-        "can map, else file.",
-    )
-    handover_dir: str | None = Field(
-        None,
-        description="Directory through which weights are passed to vLLM's workers; all workers "
-        "must be able to read it. null: shared memory, or the temporary directory if shared memory "
-        "is too small.",
-    )
-    arguments: dict[str, Any] = Field(
-        {},
-        description="Further arguments of vLLM's engine, by their names in vLLM: "
-        "{kv_cache_dtype: fp8, speculative_config: {method: ngram, num_speculative_tokens: 4}}.",
-    )
+    engine: Literal["async", "sync"] = "async"
+    """async: vLLM's engine runs in separate processes, which generate while this process does other
+    work; sync: in this process, step by step."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of vLLM's weights and KV cache; auto: float32 on a CPU, else bfloat16. The learner's
+    weights keep their dtype."""
+    max_running: int = Field(256, ge=1)
+    """Maximum number of requests that are generated at the same time; the others wait."""
+    max_context: Annotated[int, Field(ge=1)] | None = None
+    """Maximum number of tokens of prompt and completion together; null: as many as the model has
+    positions."""
+    kv_cache_gib: float = Field(4.0, gt=0)
+    """Size of the KV cache of each worker, in GiB."""
+    block_size: int = Field(32, ge=16, multiple_of=16)
+    """Number of tokens in a block of the KV cache; prompts with equal prefixes share whole
+    blocks."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Number of workers among which every layer is divided."""
+    pipeline_parallel: int = Field(1, ge=1)
+    """Number of pipeline stages. Each stage has tensor_parallel workers, which hold some of the
+    layers."""
+    data_parallel: int = Field(1, ge=1)
+    """Number of copies of the model, among which requests are divided."""
+    enforce_eager: bool = False
+    """true: vLLM does not compile the model or capture CUDA graphs. It starts sooner, but generates
+    slower on an accelerator."""
+    keep_kv: bool = False
+    """When new weights arrive, running requests keep the keys and values that the old weights
+    computed; false: they are computed anew."""
+    lora_rank: int = Field(0, ge=0, le=512)
+    """Largest rank of a LoRA adapter that vLLM can receive (`lora`); 0: none."""
+    lora_others: int = Field(0, ge=0)
+    """Number of adapters that vLLM can serve beside the policy's own, for requests that name them
+    (`add_adapter`)."""
+    quantise: Literal["float8"] | None = None
+    """Format to which vLLM quantises the layers' matrices when a weight sync delivers them; for
+    accelerators that multiply matrices in this format. null: none."""
+    weight_transfer: Literal["auto", "file", "ipc"] = "auto"
+    """Memory through which weights are passed to vLLM's workers; file: a file in handover_dir; ipc:
+    a buffer on the learner's accelerator, which the workers map by CUDA IPC; auto: ipc if
+    learner.kind=local trains in this process on an accelerator that they can map, else file."""
+    handover_dir: str | None = None
+    """Directory through which weights are passed to vLLM's workers; all workers must be able to
+    read it. null: shared memory, or the temporary directory if shared memory is too small."""
+    arguments: dict[str, Any] = Field({})
+    """Further arguments of vLLM's engine, by their names in vLLM: {kv_cache_dtype: fp8,
+    speculative_config: {method: ngram, num_speculative_tokens: 4}}."""
 
     @field_validator("arguments")
     @classmethod
@@ -226,8 +159,7 @@ class VLLMConfig(GeneratorSection):
             raise ValueError(reason)
         return arguments
 
-    @model_validator(mode="after")
-    def _check_combinations(self) -> VLLMConfig:
+    def check_keys(self) -> None:
         parallel = [
             name
             for name in ("tensor_parallel", "pipeline_parallel", "data_parallel")
@@ -255,7 +187,6 @@ class VLLMConfig(GeneratorSection):
                 "lora_rank: vLLM loads an adapter into only one copy of the model: set "
                 "data_parallel to 1"
             )
-        return self
 
     @property
     def request_limit(self) -> int:

@@ -30,23 +30,21 @@ class GenerationRequest:
     """A request that a core runs.
 
     Exactly one of `deliver` and `fail` is called, once, unless the request is cancelled.
-
-    Args:
-        prompt: int64, at least one token.
-        limit: maximum length of the sequence, prompt included; longer than the prompt.
-        stop_strings: the detector of stop strings, if the sampling has any.
-        grammar: the matcher of the sampling's grammar, if this process restricts the tokens.
-        media: media of the prompt, in order.
     """
 
     prompt: NDArray[np.int64]
+    """int64, at least one token."""
     sampling: Sampling
     limit: int
+    """maximum length of the sequence, prompt included; longer than the prompt."""
     deliver: Callable[[Completion], None]
     fail: Callable[[BaseException], None]
     stop_strings: StopStrings | None = None
+    """the detector of stop strings, if the sampling has any."""
     media: tuple[PlacedMedium, ...] = ()
+    """media of the prompt, in order."""
     grammar: GrammarMatcher | None = None
+    """the matcher of the sampling's grammar, if this process restricts the tokens."""
     # Equal for equal prompts that the same adapter serves.
     key: tuple[str | None, PromptKey] = field(init=False)
     # (number of new tokens so far, version of the weights that draw the next ones)
@@ -96,25 +94,22 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class RequestValidator:
-    """The checks that every prompt and sampling must pass.
-
-    Args:
-        tokenizer: needed only for requests with stop strings.
-        records_routes: True if `Sampling.routes` is supported.
-        adapters: returns the names that `Sampling.adapter` may have.
-        reads_media: True if the model reads media.
-        grammars: compiles `Sampling.structured`; None: no request may have it.
-        passes_grammars: True if the core itself follows grammars.
-    """
+    """The checks that every prompt and sampling must pass."""
 
     vocab_size: int
     max_context: int
     tokenizer: TextDecoder | None
+    """needed only for requests with stop strings."""
     records_routes: bool = False
+    """True if `Sampling.routes` is supported."""
     adapters: Callable[[], Sequence[str]] = list
+    """returns the names that `Sampling.adapter` may have."""
     reads_media: bool = False
+    """True if the model reads media."""
     grammars: GrammarCompiler | None = None
+    """compiles `Sampling.structured`; None: no request may have it."""
     passes_grammars: bool = False
+    """True if the core itself follows grammars."""
 
     def admit(
         self,

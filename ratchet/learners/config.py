@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.sections import LearnerSection
 
@@ -35,27 +35,18 @@ class LocalConfig(LearnerSection):
 
     kind: Literal["local"] = "local"
     micro_batch_tokens: MicroBatchTokens = "auto"
-    workers: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        default="auto",
-        description="Micro-batches that are computed at the same time on a CPU. The threads (key "
-        "`threads`) are divided evenly over them. auto: measured when the run starts.",
-    )
-    activation_checkpointing: bool = Field(
-        default=False,
-        description="Activation (gradient) checkpointing: recompute activations in the backward. "
-        "Takes about a third more time and much less memory.",
-    )
+    workers: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Micro-batches that are computed at the same time on a CPU. The threads (key `threads`) are
+    divided evenly over them. auto: measured when the run starts."""
+    activation_checkpointing: bool = False
+    """Activation (gradient) checkpointing: recompute activations in the backward. Takes about a
+    third more time and much less memory."""
     attention: PackedAttentionKind = "auto"
-    logprob_chunk_mib: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        default="auto",
-        description="MiB of logits that exist at a time; the backward recomputes them. auto: 16 on "
-        "a CPU, 256 on an accelerator.",
-    )
-    max_bad_steps: int = Field(
-        default=3,
-        ge=1,
-        description="Consecutive non-finite optimizer steps after which training stops.",
-    )
+    logprob_chunk_mib: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """MiB of logits that exist at a time; the backward recomputes them. auto: 16 on a CPU, 256 on
+    an accelerator."""
+    max_bad_steps: int = Field(default=3, ge=1)
+    """Consecutive non-finite optimizer steps after which training stops."""
 
     @property
     def measures_workers(self) -> bool:
@@ -80,38 +71,24 @@ class DistributedConfig(LearnerSection):
     division_check: ClassVar[str]
     data_parallel_keys: ClassVar[tuple[str, ...]]
 
-    tensor_parallel: int = Field(
-        1, ge=1, description="Ranks over which heads, MLPs and vocabulary are divided."
-    )
-    sequence_parallel: bool = Field(
-        False,
-        description="Between matrix products, divide tokens over the tensor-parallel ranks too.",
-    )
-    context_parallel: int = Field(
-        1, ge=1, description="Ranks over which the tokens of each sequence are divided."
-    )
-    pipeline_parallel: int = Field(1, ge=1, description="Ranks over which layers are divided.")
-    pipeline_chunks: int = Field(
-        1,
-        ge=1,
-        description="Pipeline stages on each pipeline rank; more than one interleaves them.",
-    )
-    expert_parallel: int = Field(
-        1,
-        ge=1,
-        description="Data-parallel ranks over which the experts of each layer are divided.",
-    )
+    tensor_parallel: int = Field(1, ge=1)
+    """Ranks over which heads, MLPs and vocabulary are divided."""
+    sequence_parallel: bool = False
+    """Between matrix products, divide tokens over the tensor-parallel ranks too."""
+    context_parallel: int = Field(1, ge=1)
+    """Ranks over which the tokens of each sequence are divided."""
+    pipeline_parallel: int = Field(1, ge=1)
+    """Ranks over which layers are divided."""
+    pipeline_chunks: int = Field(1, ge=1)
+    """Pipeline stages on each pipeline rank; more than one interleaves them."""
+    expert_parallel: int = Field(1, ge=1)
+    """Data-parallel ranks over which the experts of each layer are divided."""
     micro_batch_tokens: MicroBatchTokens = "auto"
-    logprob_chunk_mib: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        default="auto",
-        description="MiB of logits that exist at a time; the backward recomputes them. auto: 16 on "
-        "a CPU, 256 on an accelerator.",
-    )
-    max_bad_steps: int = Field(
-        default=3,
-        ge=1,
-        description="Consecutive non-finite optimizer steps after which training stops.",
-    )
+    logprob_chunk_mib: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """MiB of logits that exist at a time; the backward recomputes them. auto: 16 on a CPU, 256 on
+    an accelerator."""
+    max_bad_steps: int = Field(default=3, ge=1)
+    """Consecutive non-finite optimizer steps after which training stops."""
 
     @property
     def tensor_ranks(self) -> int:
@@ -143,32 +120,23 @@ class DTensorConfig(DistributedConfig):
     supports_background_save: ClassVar[bool] = True
 
     kind: Literal["dtensor"] = "dtensor"
-    dp_shard: int = Field(
-        1, ge=1, description="Ranks over which rows and weights are divided (FSDP)."
-    )
-    dp_replicate: int = Field(
-        1,
-        ge=1,
-        description="Replicas of the dp_shard ranks, over which rows are divided too (HSDP).",
-    )
-    activation_checkpointing: bool = Field(
-        default=False,
-        description="Activation (gradient) checkpointing: recompute activations in the backward. "
-        "Takes about a third more time and much less memory.",
-    )
+    dp_shard: int = Field(1, ge=1)
+    """Ranks over which rows and weights are divided (FSDP)."""
+    dp_replicate: int = Field(1, ge=1)
+    """Replicas of the dp_shard ranks, over which rows are divided too (HSDP)."""
+    activation_checkpointing: bool = False
+    """Activation (gradient) checkpointing: recompute activations in the backward. Takes about a
+    third more time and much less memory."""
     attention: PackedAttentionKind = "auto"
-    cpu_offload: bool = Field(
-        False, description="Keep weights and optimizer state in host memory between uses."
-    )
+    cpu_offload: bool = False
+    """Keep weights and optimizer state in host memory between uses."""
 
-    @model_validator(mode="after")
-    def _check_attention(self) -> Self:
+    def check_keys(self) -> None:
         if self.attention == "varlen" and self.context_parallel > 1:
             raise ValueError(
                 "attention=varlen has no effect with context_parallel, whose ranks attend to parts "
                 "of sequences: set attention to auto"
             )
-        return self
 
 
 class MegatronConfig(DistributedConfig):
@@ -187,43 +155,29 @@ class MegatronConfig(DistributedConfig):
     supports_transformers: ClassVar[bool] = False
 
     kind: Literal["megatron"] = "megatron"
-    data_parallel: int = Field(1, ge=1, description="Ranks over which rows are divided.")
-    first_stage_layers: Annotated[int, Field(ge=1)] | None = Field(
-        default=None,
-        description="Layers on the first pipeline rank (Megatron's "
-        "num_layers_in_first_pipeline_stage); null: about as many as on the other ranks.",
-    )
-    last_stage_layers: Annotated[int, Field(ge=1)] | None = Field(
-        default=None,
-        description="Layers on the last pipeline rank (Megatron's "
-        "num_layers_in_last_pipeline_stage); null: about as many as on the other ranks.",
-    )
-    distributed_optimizer: bool = Field(
-        default=True,
-        description="Divide the optimizer state over the data-parallel ranks (ZeRO-1).",
-    )
-    overlap_gradients: bool = Field(
-        False, description="Sum gradients over ranks while the backward still runs."
-    )
-    weights: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="Format in which weights are stored and multiplied. With bfloat16 the "
-        "optimizer also keeps float32 master weights, and gradients are summed in float32.",
-    )
-    fp8: Literal["e4m3", "hybrid"] | None = Field(
-        default=None,
-        description="FP8 format of Transformer Engine's matrix products; hybrid: e5m2 for "
-        "gradients, e4m3 otherwise; null: no FP8.",
-    )
-    fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = Field(
-        default="tensorwise",
-        description="Scaling recipe of Transformer Engine: which numbers share an FP8 scale.",
-    )
-    recompute: Literal["none", "attention", "full"] = Field(
-        default="none",
-        description="Activations that the backward recomputes to save memory: none, those of "
-        "attention, or those of whole layers.",
-    )
+    data_parallel: int = Field(1, ge=1)
+    """Ranks over which rows are divided."""
+    first_stage_layers: Annotated[int, Field(ge=1)] | None = None
+    """Layers on the first pipeline rank (Megatron's num_layers_in_first_pipeline_stage); null:
+    about as many as on the other ranks."""
+    last_stage_layers: Annotated[int, Field(ge=1)] | None = None
+    """Layers on the last pipeline rank (Megatron's num_layers_in_last_pipeline_stage); null: about
+    as many as on the other ranks."""
+    distributed_optimizer: bool = True
+    """Divide the optimizer state over the data-parallel ranks (ZeRO-1)."""
+    overlap_gradients: bool = False
+    """Sum gradients over ranks while the backward still runs."""
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """Format in which weights are stored and multiplied. With bfloat16 the optimizer also keeps
+    float32 master weights, and gradients are summed in float32."""
+    fp8: Literal["e4m3", "hybrid"] | None = None
+    """FP8 format of Transformer Engine's matrix products; hybrid: e5m2 for gradients, e4m3
+    otherwise; null: no FP8."""
+    fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = "tensorwise"
+    """Scaling recipe of Transformer Engine: which numbers share an FP8 scale."""
+    recompute: Literal["none", "attention", "full"] = "none"
+    """Activations that the backward recomputes to save memory: none, those of attention, or those
+    of whole layers."""
 
     @property
     def fp8_format(self) -> str | None:

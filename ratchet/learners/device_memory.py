@@ -38,17 +38,14 @@ LOGITS_TENSORS = 3
 
 @dataclass(frozen=True)
 class StageModels:
-    """The models of a stage.
-
-    Attributes:
-        cost: The cost of the policy.
-        n_parameters: Number of parameters of all models.
-        n_trained: Number of parameters that train.
-    """
+    """The models of a stage."""
 
     cost: DecoderCost
+    """The cost of the policy."""
     n_parameters: int
+    """Number of parameters of all models."""
     n_trained: int
+    """Number of parameters that train."""
 
 
 def count_stage_models(

@@ -12,13 +12,11 @@ from ratchet.config.base import Section
 class TableConfig(Section):
     """The base class of trackers that show attempts in a table."""
 
-    rollouts: int = Field(
-        0,
-        ge=0,
-        description="Attempts in a table of the step's prompts, responses and rewards; 0: no "
-        "tables, and no text leaves this machine.",
-    )
-    rollouts_every: int = Field(10, ge=1, description="Steps between tables of attempts.")
+    rollouts: int = Field(0, ge=0)
+    """Attempts in a table of the step's prompts, responses and rewards; 0: no tables, and no text
+    leaves this machine."""
+    rollouts_every: int = Field(10, ge=1)
+    """Steps between tables of attempts."""
 
 
 class WandbConfig(TableConfig):
@@ -27,17 +25,12 @@ class WandbConfig(TableConfig):
     builds: ClassVar[str] = "ratchet.observe.trackers:WandbSink"
 
     kind: Literal["wandb"] = "wandb"
-    project: str | None = Field(
-        None, description="Project in which the run appears; null: WANDB_PROJECT, or ratchet."
-    )
-    entity: str | None = Field(
-        None, description="Team or user; null: WANDB_ENTITY, or the logged-in user."
-    )
-    mode: Literal["online", "offline", "disabled"] | None = Field(
-        None,
-        description="offline: kept in the run's wandb/, for `wandb sync`; null: WANDB_MODE, or "
-        "online.",
-    )
+    project: str | None = None
+    """Project in which the run appears; null: WANDB_PROJECT, or ratchet."""
+    entity: str | None = None
+    """Team or user; null: WANDB_ENTITY, or the logged-in user."""
+    mode: Literal["online", "offline", "disabled"] | None = None
+    """offline: kept in the run's wandb/, for `wandb sync`; null: WANDB_MODE, or online."""
 
 
 class MlflowConfig(Section):
@@ -46,10 +39,10 @@ class MlflowConfig(Section):
     builds: ClassVar[str] = "ratchet.observe.trackers:MlflowSink"
 
     kind: Literal["mlflow"] = "mlflow"
-    experiment: str = Field("ratchet", description="Experiment in which the run appears.")
-    tracking_uri: str | None = Field(
-        None, description="Address of a server or a store; null: the run's mlflow.db (SQLite)."
-    )
+    experiment: str = "ratchet"
+    """Experiment in which the run appears."""
+    tracking_uri: str | None = None
+    """Address of a server or a store; null: the run's mlflow.db (SQLite)."""
 
 
 class SwanlabConfig(Section):
@@ -58,13 +51,12 @@ class SwanlabConfig(Section):
     builds: ClassVar[str] = "ratchet.observe.trackers:SwanlabSink"
 
     kind: Literal["swanlab"] = "swanlab"
-    project: str = Field("ratchet", description="Project in which the run appears.")
-    workspace: str | None = Field(
-        None, description="Organisation or user; null: the logged-in user."
-    )
-    mode: Literal["online", "offline"] = Field(
-        "online", description="offline: kept in the run's swanlog/, for `swanlab sync`."
-    )
+    project: str = "ratchet"
+    """Project in which the run appears."""
+    workspace: str | None = None
+    """Organisation or user; null: the logged-in user."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: kept in the run's swanlog/, for `swanlab sync`."""
 
 
 class TrackioConfig(TableConfig):
@@ -73,12 +65,11 @@ class TrackioConfig(TableConfig):
     builds: ClassVar[str] = "ratchet.observe.trackers:TrackioSink"
 
     kind: Literal["trackio"] = "trackio"
-    project: str = Field("ratchet", description="Project in which the run appears.")
-    space: str | None = Field(
-        None,
-        description="Hugging Face Space that shows the run; null: none, `trackio show` on this "
-        "machine shows it.",
-    )
+    project: str = "ratchet"
+    """Project in which the run appears."""
+    space: str | None = None
+    """Hugging Face Space that shows the run; null: none, `trackio show` on this machine shows
+    it."""
 
 
 class PrometheusConfig(Section):
@@ -90,19 +81,12 @@ class PrometheusConfig(Section):
     builds: ClassVar[str] = "ratchet.observe.trackers:PrometheusSink"
 
     kind: Literal["prometheus"] = "prometheus"
-    port: int | None = Field(
-        9464,
-        ge=1,
-        lt=65536,
-        description="Port of this machine that Prometheus scrapes; null: none.",
-    )
-    address: str = Field(
-        "127.0.0.1",
-        description="Address that the exporter listens on; 0.0.0.0: all addresses of this machine.",
-    )
-    textfile: str | None = Field(
-        None, description="A .prom file for the node exporter's textfile collector; null: none."
-    )
+    port: int | None = Field(9464, ge=1, lt=65536)
+    """Port of this machine that Prometheus scrapes; null: none."""
+    address: str = "127.0.0.1"
+    """Address that the exporter listens on; 0.0.0.0: all addresses of this machine."""
+    textfile: str | None = None
+    """A .prom file for the node exporter's textfile collector; null: none."""
 
 
 class OpenTelemetryConfig(Section):
@@ -115,15 +99,8 @@ class OpenTelemetryConfig(Section):
     builds: ClassVar[str] = "ratchet.observe.tracing.opentelemetry_sink:OpenTelemetrySink"
 
     kind: Literal["opentelemetry"] = "opentelemetry"
-    endpoint: str | None = Field(
-        None,
-        pattern="^https?://",
-        description="Address of a collector, such as http://host:4318; null: "
-        "OTEL_EXPORTER_OTLP_ENDPOINT, or http://localhost:4318.",
-    )
-    attempts: int = Field(
-        64,
-        ge=0,
-        description="Maximum number of attempts of each phase that are traced, with their requests "
-        "and rewards.",
-    )
+    endpoint: str | None = Field(None, pattern="^https?://")
+    """Address of a collector, such as http://host:4318; null: OTEL_EXPORTER_OTLP_ENDPOINT, or
+    http://localhost:4318."""
+    attempts: int = Field(64, ge=0)
+    """Maximum number of attempts of each phase that are traced, with their requests and rewards."""

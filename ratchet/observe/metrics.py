@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.observe.reducers import Histogram, Partial, Reducer, new_partial
+from ratchet.observe.reducers import Histogram, Reducer, reduce_samples
 from ratchet.types import Group
 
 MACHINE_PREFIXES = ("time/", "system/")  # prefixes of metrics that differ between runs
@@ -62,7 +62,8 @@ class MetricsManager:
         self._name_prefix = f"{stage}/" if stage else ""
         self._declared: dict[tuple[str, str], Reducer] = {}
         self._origins: dict[str, MetricOrigin] = {}
-        self._partials: dict[str, Partial] = {}
+        # The samples of the step in progress, and the weight of each.
+        self._samples: dict[str, tuple[list[float], list[float]]] = {}
 
     def declare(self, prefix: str, reducers: Mapping[str, Reducer]) -> None:
         """Set how metrics of these keys merge, with any labels.
@@ -113,26 +114,9 @@ class MetricsManager:
                     f"metric '{name}' is declared as {declared} and reported as {_describe(origin)}"
                 )
             if samples := _convert_to_floats(name, values):
-                if name not in self._partials:
-                    self._partials[name] = new_partial(origin.reducer)
-                self._partials[name].add(samples, weight)
-
-    def take_partials(self) -> dict[str, tuple[MetricOrigin, Partial]]:
-        """Return and clear the partial results of this step, for `merge` of another manager."""
-        partials = {
-            name: (self._origins[name], partial) for name, partial in self._partials.items()
-        }
-        self._partials = {}
-        return partials
-
-    def merge(self, partials: Mapping[str, tuple[MetricOrigin, Partial]]) -> None:
-        """Add the partial results of the same step from another rank or micro-batch.
-
-        Raises ValueError like `add`.
-        """
-        for name, (origin, partial) in partials.items():
-            self._register_origin(name, origin)
-            self._partials.setdefault(name, new_partial(origin.reducer)).merge(partial)
+                known_samples, weights = self._samples.setdefault(name, ([], []))
+                known_samples += samples
+                weights += [weight] * len(samples)
 
     def flush(self, step: int, groups: Sequence[Group] = ()) -> StepMetrics:
         """Return the metrics of `step`, sorted by name, and start the next step empty.
@@ -143,8 +127,8 @@ class MetricsManager:
         assert step >= 0, step
         numbers: dict[str, float | None] = {}
         histograms: dict[str, Histogram] = {}
-        for name, partial in sorted(self._partials.items()):
-            value = partial.result()
+        for name, (samples, weights) in sorted(self._samples.items()):
+            value = reduce_samples(self._origins[name].reducer, samples, weights)
             if isinstance(value, Histogram):
                 if value.count:
                     histograms[name] = value
@@ -153,7 +137,7 @@ class MetricsManager:
             else:
                 numbers[name] = None
                 numbers[f"{name}/{value}"] = 1.0  # nan, inf or -inf
-        self._partials = {}
+        self._samples = {}
         return StepMetrics(numbers, histograms, groups)
 
     def _register_origin(self, name: str, origin: MetricOrigin) -> None:

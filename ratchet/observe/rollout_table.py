@@ -17,17 +17,14 @@ MAX_CHARACTERS = 10_000  # of a prompt or a response; the middle of a longer one
 
 @dataclass(frozen=True)
 class RolloutTable:
-    """The tables in which a tracker shows attempts.
-
-    Attributes:
-        make: The tracker's class for tables, called with `columns=` and `data=`.
-        rows: Attempts in each table; 0 for no tables.
-        every: Steps between tables.
-    """
+    """The tables in which a tracker shows attempts."""
 
     make: Callable[..., Any]
+    """The tracker's class for tables, called with `columns=` and `data=`."""
     rows: int
+    """Attempts in each table; 0 for no tables."""
     every: int
+    """Steps between tables."""
 
     def build(self, step: int, groups: Sequence[Group]) -> Any | None:
         """Return the tracker's table of a step, a row of `COLUMNS` for each attempt.

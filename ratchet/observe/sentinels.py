@@ -326,7 +326,7 @@ class Sentinels:
         )
         duration = f" for {sentinel.patience} steps" if sentinel.patience > 1 else ""
         is_custom = name in self.config.custom
-        meaning = "" if is_custom else type(self.config).model_fields[name].description
+        meaning = "" if is_custom else self.config.describe_field(name)
         number = "not finite" if value is None else f"{value:.4g}"
         alarm = f"{metric} = {number} {rule_text}{duration}"
         message = f"step {step}: sentinel {name}: {alarm}: {meaning}".rstrip(": ")

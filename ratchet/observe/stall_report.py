@@ -275,10 +275,10 @@ def _get_peer_user(connection: socket.socket) -> int:
     return user
 
 
-def request_status(address: str, timeout_s: float = 10.0) -> str:
+def request_status(address: str) -> str:
     """Return the table of the process that answers at `address`. Raises OSError if none does."""
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(timeout_s)
+        connection.settimeout(10.0)
         connection.connect(address)
         pieces = bytearray()
         while piece := connection.recv(2**16):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny
 
 from ratchet.config.base import Section
 from ratchet.config.resolve import Slot
@@ -22,21 +22,17 @@ class ByTagConfig(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.by_domain:ByTag"
 
-    domains: dict[str, Rewards] = Field(
-        min_length=1,
-        description="Rewards for each tag, written as under `rewards`. The list is empty if the "
-        'environment rewards turns. The key "*" is for all other tags.',
-    )
+    domains: dict[str, Rewards] = Field(min_length=1)
+    """Rewards for each tag, written as under `rewards`. The list is empty if the environment
+    rewards turns. The key "*" is for all other tags."""
 
-    @model_validator(mode="after")
-    def _check_distinct(self) -> ByTagConfig:
+    def check_keys(self) -> None:
         for tag, sections in self.domains.items():
             names = [section.metric_name for section in sections]
             if len(set(names)) < len(names):
                 raise ValueError(
                     f"domain '{tag}' has rewards {', '.join(names)}: give each name once"
                 )
-        return self
 
 
 ANY_TAG = "*"

@@ -6,8 +6,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from pydantic import Field
-
 from ratchet.errors import DataError
 from ratchet.protocols import Reward
 from ratchet.rewards.base import answer_text
@@ -30,7 +28,8 @@ class RemoteConfig(EndpointConfig):
 
     builds: ClassVar[str] = "ratchet.rewards.remote:Remote"
 
-    url: Url = Field(description="Address to which the attempts of a group are posted.")
+    url: Url
+    """Address to which the attempts of a group are posted."""
 
 
 class Remote(Reward):

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.sections import JudgedSection
 from ratchet.errors import DataError
@@ -23,27 +23,19 @@ class RewardModelConfig(JudgedSection):
     builds: ClassVar[str] = "ratchet.rewards.reward_model:RewardModel"
     judge_kind: ClassVar[str] = "reward_model"
 
-    path: str | None = Field(
-        None,
-        min_length=1,
-        description="Directory of a model with a scalar head, such as runs/reward_model/model; "
-        "null: judge names the model.",
-    )
-    template: str | None = Field(
-        None, description="Chat template; null: the template of the reward model's tokenizer."
-    )
-    batch_tokens: int = Field(
-        16_384, gt=0, description="Maximum number of tokens in a batch of several conversations."
-    )
-    device: str = Field(
-        "cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="Device of the reward model."
-    )
-    trust_remote_code: bool = Field(
-        False, description="True to let transformers run code that comes with the model."
-    )
+    path: str | None = Field(None, min_length=1)
+    """Directory of a model with a scalar head, such as runs/reward_model/model; null: judge names
+    the model."""
+    template: str | None = None
+    """Chat template; null: the template of the reward model's tokenizer."""
+    batch_tokens: int = Field(16_384, gt=0)
+    """Maximum number of tokens in a batch of several conversations."""
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    """Device of the reward model."""
+    trust_remote_code: bool = False
+    """True to let transformers run code that comes with the model."""
 
-    @model_validator(mode="after")
-    def _check_place(self) -> RewardModelConfig:
+    def check_keys(self) -> None:
         if self.judge is None and self.path is None:
             raise ValueError(
                 "lacks path: set path to a model's directory, or judge to a reward_model of the "
@@ -56,7 +48,6 @@ class RewardModelConfig(JudgedSection):
                 f"{unread[0]} is for a model in the reward's own process, and judge={self.judge} "
                 f"is one of the run: set {unread[0]} there, or remove judge"
             )
-        return self
 
 
 class ConversationScorer(Protocol):

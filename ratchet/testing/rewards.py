@@ -107,19 +107,16 @@ def list_reward_checks(
 
 @dataclass(frozen=True)
 class _RewardChecks:
-    """The reward under test with its task and two answers.
-
-    Attributes:
-        has_ranking: True if `first_answer` must earn more than `second_answer`.
-        previous_children: Child processes that existed before the checks; they are not killed.
-    """
+    """The reward under test with its task and two answers."""
 
     reward: Reward
     task: Task
     first_answer: Trajectory
     second_answer: Trajectory
     has_ranking: bool
+    """True if `first_answer` must earn more than `second_answer`."""
     previous_children: set[int]
+    """Child processes that existed before the checks; they are not killed."""
 
     async def check_shapes(self, caller: DeadlineCaller) -> None:
         high, low, twin = await self.rewards(

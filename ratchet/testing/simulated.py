@@ -30,13 +30,12 @@ class SlowGenerator(FakeGenerator):
     """
 
     class Config(Section):
-        mean_s: float = Field(0.4, gt=0, description="Mean duration of a request, in seconds.")
-        sigma: float = Field(
-            1.0,
-            ge=0,
-            description="Standard deviation of the duration's logarithm; 1 gives a heavy tail.",
-        )
-        slots: int = Field(8, ge=1, description="Maximum number of requests at the same time.")
+        mean_s: float = Field(0.4, gt=0)
+        """Mean duration of a request, in seconds."""
+        sigma: float = Field(1.0, ge=0)
+        """Standard deviation of the duration's logarithm; 1 gives a heavy tail."""
+        slots: int = Field(8, ge=1)
+        """Maximum number of requests at the same time."""
 
     def __init__(self, config: Any, *_: Any) -> None:
         super().__init__(lambda tokens, sampling: sampling.stop_ids[:1] or [0])

@@ -147,19 +147,15 @@ def list_part_names(algorithm: Algorithm) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Draw:
-    """A random draw of groups.
-
-    Attributes:
-        has_equal_rewards: True if rewards are equal within each group, part by part.
-        attempts: Number of attempts in each group; None: the algorithm's group size.
-        longest: Number of tokens of the longest answer of each group; 0: all answers have a few
-            tokens.
-    """
+    """A random draw of groups."""
 
     seed: int
     has_equal_rewards: bool = False
+    """True if rewards are equal within each group, part by part."""
     attempts: int | None = None
+    """Number of attempts in each group; None: the algorithm's group size."""
     longest: int = 0
+    """Number of tokens of the longest answer of each group; 0: all answers have a few tokens."""
 
     def groups(self, algorithm: Algorithm) -> list[Group]:
         rng = np.random.default_rng(self.seed)

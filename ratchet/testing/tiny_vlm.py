@@ -54,13 +54,6 @@ class TinyVLM:
 
     Two by two patches become one token, so an image of 32 x 32 pixels has (32 / (2 * patch))^2
     tokens.
-
-    Args:
-        window: Side, in tokens, of the attention windows of Qwen2.5's vision layers. The last layer
-            attends to the whole image.
-        patch: Side of a patch, in pixels.
-        max_tokens: Maximum number of tokens of an image; larger images are scaled down.
-        std: Standard deviation of the weights.
     """
 
     family: Family = "qwen2_5_vl"
@@ -73,11 +66,16 @@ class TinyVLM:
     vision_layers: int = 2
     vision_heads: int = 2
     patch: int = 8
+    """Side of a patch, in pixels."""
     window: int = 2
+    """Side, in tokens, of the attention windows of Qwen2.5's vision layers. The last layer attends
+    to the whole image."""
     max_tokens: int = 64
+    """Maximum number of tokens of an image; larger images are scaled down."""
     max_positions: int = 2048
     tied: bool = True
     std: float = 0.02
+    """Standard deviation of the weights."""
     seed: int = 0
 
     @property

@@ -44,16 +44,14 @@ class PeakRate:
     A data sheet's rate never changes. A measured rate is too low if other programs were using the
     machine, and the MFU would then exceed 100 %. So it is replaced by each higher rate that a later
     measurement or a training step reaches.
-
-    Attributes:
-        flop_s: The rate in FLOP/s.
-        is_measured: True if the rate was measured; False if it is a data sheet's.
-        remeasure: Measures the rate once more; None if the measurement is never repeated.
     """
 
     flop_s: float
+    """The rate in FLOP/s."""
     is_measured: bool = False
+    """True if the rate was measured; False if it is a data sheet's."""
     remeasure: Callable[[], float] | None = None
+    """Measures the rate once more; None if the measurement is never repeated."""
     clock: Callable[[], float] = time.perf_counter
     _next_at: float = 0.0
 

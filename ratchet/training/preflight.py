@@ -59,17 +59,14 @@ MADE_UP_ANSWER = "0"  # judged where the environment has no demonstration
 
 @dataclass
 class PreflightReport:
-    """The findings of `run_preflight`.
-
-    Attributes:
-        opened: A line for each file, data split or reward that was opened.
-        warnings: Sentences on what may be wrong.
-        problems: Errors by the recipe's section.
-    """
+    """The findings of `run_preflight`."""
 
     opened: list[str] = field(default_factory=list)
+    """A line for each file, data split or reward that was opened."""
     warnings: list[str] = field(default_factory=list)
+    """Sentences on what may be wrong."""
     problems: list[tuple[str, BaseException]] = field(default_factory=list)
+    """Errors by the recipe's section."""
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:

@@ -106,52 +106,50 @@ class StageRun:
     """The state of a stage's training, and the parts that it calls around each step.
 
     It is complete once it is constructed: only its own methods change it.
-
-    Attributes:
-        roles: The learners by role.
-        start_step: The first step of the stage. Steps are numbered from 0 over the whole run.
-        end_step: The first step after the stage.
-        first_step: The first step that this object trains: `start_step`, or in a resumed run the
-            step of the checkpoint.
-        observers: Functions called with every step's number and metrics.
-        managers: Rollout managers, closed with the run.
-        trainable: Number and share of the trained parameters, logged with the first step.
-        measure_environment: Returns the environment's own metrics of the groups of a step that were
-            not trained on before.
-        evaluations_dir: The directory for results of evaluations, by step.
-        save: Writes a checkpoint of this run after the given number of steps.
-        verify_directory: Raises RunDirectoryError if the run may no longer write to its directory.
-            It is called after every step, before any of its files are written.
-        deadline: Monotonic time by which the run must end. A step that may end later is not begun.
-        limit_s: Seconds of training after which the stage ends as if it had no more steps. At least
-            `MIN_LIMITED_STEPS` steps run.
     """
 
     name: str
     algorithm: Algorithm
     roles: Mapping[str, Learner]
+    """The learners by role."""
     batcher: Batcher
     weight_sync: WeightSync
     start_step: int
+    """The first step of the stage. Steps are numbered from 0 over the whole run."""
     end_step: int
+    """The first step after the stage."""
     first_step: int
+    """The first step that this object trains: `start_step`, or in a resumed run the step of the
+    checkpoint."""
     state: AlgoState = field(default_factory=AlgoState)
     metrics: MetricsManager = field(default_factory=MetricsManager)
     observers: Sequence[Observer] = ()
+    """Functions called with every step's number and metrics."""
     recorder: StepRecorder | None = None
     evaluator: StageEvaluator | None = None
     managers: Sequence[GroupPlayer] = ()
+    """Rollout managers, closed with the run."""
     trainable: Mapping[str, float] = field(default_factory=dict)
+    """Number and share of the trained parameters, logged with the first step."""
     measure_environment: Callable[[Sequence[Group]], Mapping[str, float]] | None = None
+    """Returns the environment's own metrics of the groups of a step that were not trained on
+    before."""
     evaluate_every: int = 0
     early_stopping: EarlyStopping | None = None
     evaluations_dir: Path | None = None
+    """The directory for results of evaluations, by step."""
     save: Callable[[StageRun, int], Awaitable[None]] | None = None
+    """Writes a checkpoint of this run after the given number of steps."""
     save_every: int = 0
     verify_directory: Callable[[], None] | None = None
+    """Raises RunDirectoryError if the run may no longer write to its directory. It is called after
+    every step, before any of its files are written."""
     stop: StopRequest = field(default_factory=StopRequest)
     deadline: float | None = None
+    """Monotonic time by which the run must end. A step that may end later is not begun."""
     limit_s: float | None = None
+    """Seconds of training after which the stage ends as if it had no more steps. At least
+    `MIN_LIMITED_STEPS` steps run."""
     progress: Progress = field(default_factory=Progress)
     profiler: Profiler | None = None
     meter: StepMeter | None = None

@@ -50,15 +50,12 @@ OPTIMIZER = "optimizer"
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """Weights that a run has saved.
-
-    Attributes:
-        run: The run's local directory, or the local copy of one at an address.
-        step: The step of the checkpoint; None for the finished model.
-    """
+    """Weights that a run has saved."""
 
     run: Path
+    """The run's local directory, or the local copy of one at an address."""
     step: int | None
+    """The step of the checkpoint; None for the finished model."""
 
     @property
     def path(self) -> Path:

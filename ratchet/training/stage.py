@@ -39,9 +39,6 @@ class Policy:
     """A model with its tokenizer, renderer and generator.
 
     A run trains the model; evaluations and chats only generate with it.
-
-    Attributes:
-        ranks: The processes that train the model; None if this process trains it.
     """
 
     model: PolicyModel
@@ -49,6 +46,7 @@ class Policy:
     renderer: Renderer
     generator: Generator
     ranks: Workers | None = None
+    """The processes that train the model; None if this process trains it."""
 
     def __post_init__(self) -> None:
         # A user may pass a plain class: add the members of the base class that it lacks.
@@ -118,30 +116,26 @@ class Policy:
 
 @dataclass(frozen=True)
 class EnvSetup:
-    """An environment with its rewards.
-
-    Attributes:
-        reward: The training reward; None takes the rewards of the environment's steps.
-        eval_reward: The evaluation rewards; None takes `reward`.
-        agent: A program that plays the environment with the policy; None lets the policy itself
-            play.
-        agent_server: Settings of the server that the agent calls.
-        second_opinion: A reward for `ratchet.experience.checks.reward_hacking`. It judges attempts
-            again, and nothing trains on it.
-        canaries: An environment for the same check, whose tasks must not earn a reward.
-        evaluation: The setup for evaluation; None evaluates on this environment's held-out tasks.
-        judges: The running models of the recipe's `judges`, which the rewards use.
-    """
+    """An environment with its rewards."""
 
     environment: Environment
     reward: Reward | None = None
+    """The training reward; None takes the rewards of the environment's steps."""
     eval_reward: Reward | None = None
+    """The evaluation rewards; None takes `reward`."""
     agent: Agent | None = None
+    """A program that plays the environment with the policy; None lets the policy itself play."""
     agent_server: AgentServerSettings = LOCAL_SERVER
+    """Settings of the server that the agent calls."""
     second_opinion: Reward | None = None
+    """A reward for `ratchet.experience.checks.reward_hacking`. It judges attempts again, and
+    nothing trains on it."""
     canaries: Environment | None = None
+    """An environment for the same check, whose tasks must not earn a reward."""
     evaluation: EnvSetup | None = None
+    """The setup for evaluation; None evaluates on this environment's held-out tasks."""
     judges: Judges = field(default_factory=dict)
+    """The running models of the recipe's `judges`, which the rewards use."""
 
     def __post_init__(self) -> None:
         # Users may pass plain classes: add the members of the base class that they lack.
@@ -171,48 +165,30 @@ class EnvSetup:
 
 @dataclass(frozen=True)
 class WorkerRolloutSpec:
-    """The part of a stage's recipe that rollout workers need to play its groups.
-
-    Attributes:
-        environment: The values of the environment's section.
-        rewards: The values of the rewards' sections.
-        rollouts: The settings of rollouts, such as limits and retries.
-        template: See `Policy.create`.
-        tool_format: See `Policy.create`.
-        date: The date that chat templates print (the recipe's `tokenizer.date`).
-    """
+    """The part of a stage's recipe that rollout workers need to play its groups."""
 
     environment: Mapping[str, Any]
+    """The values of the environment's section."""
     rewards: Sequence[Mapping[str, Any]]
+    """The values of the rewards' sections."""
     rollouts: RolloutsConfig
+    """The settings of rollouts, such as limits and retries."""
     template: str | None = None
+    """See `Policy.create`."""
     tool_format: str = "auto"
+    """See `Policy.create`."""
     date: str | None = None
+    """The date that chat templates print (the recipe's `tokenizer.date`)."""
 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """The settings of a stage.
-
-    Attributes:
-        batch_size: Groups (prompts or rows) per step.
-        examples: Number of distinct training tasks; None for no limit.
-        curriculum: The order of tasks; None draws them in random order.
-        start_step: The number of the stage's first step; None starts at the version of the
-            generator's weights, which is the number of steps trained so far.
-        algorithm: The section of the algorithm, for learners in other processes.
-        weight_sync: The section of the weight sync; None chooses one that fits learner and
-            generator.
-        directory: The directory in which weight syncs may leave files.
-        colocated: True if learner and generator use the same accelerator in turns.
-        adapter: The adapter that is trained in place of the weights; None trains the weights.
-        worker_rollouts: The spec with which rollout workers play the groups; None plays them in
-            this process.
-    """
+    """The settings of a stage."""
 
     name: str
     steps: int
     batch_size: int
+    """Groups (prompts or rows) per step."""
     sampling: Sampling = Sampling()
     optimizer: OptimizerConfig = OptimizerConfig()
     learner: LearnerSection = LocalConfig()
@@ -221,12 +197,22 @@ class StageSpec:
     parity: ParityConfig = ParityConfig()
     sentinels: SentinelsConfig = SentinelsConfig()
     examples: int | None = None
+    """Number of distinct training tasks; None for no limit."""
     curriculum: CurriculumConfig | None = None
+    """The order of tasks; None draws them in random order."""
     seed: int = 0
     start_step: int | None = None
+    """The number of the stage's first step; None starts at the version of the generator's weights,
+    which is the number of steps trained so far."""
     algorithm: AlgorithmSection | None = None
+    """The section of the algorithm, for learners in other processes."""
     weight_sync: Section | None = None
+    """The section of the weight sync; None chooses one that fits learner and generator."""
     directory: Path = Path("runs")
+    """The directory in which weight syncs may leave files."""
     colocated: bool = False
+    """True if learner and generator use the same accelerator in turns."""
     adapter: Adapter | None = None
+    """The adapter that is trained in place of the weights; None trains the weights."""
     worker_rollouts: WorkerRolloutSpec | None = None
+    """The spec with which rollout workers play the groups; None plays them in this process."""

@@ -25,21 +25,8 @@ class InjectedFault(RuntimeError):
     """The error that the action `raise` raises. No code of the library handles it."""
 
 
-def _kill(name: str) -> None:
-    # SIGKILL is as abrupt as a crash of the machine: nothing is flushed, no handler runs.
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _interrupt(name: str) -> None:
-    os.kill(os.getpid(), signal.SIGINT)  # like Ctrl-C
-
-
-def _terminate(name: str) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)  # like a scheduler that preempts the job
-
-
-def _hang_up(name: str) -> None:
-    os.kill(os.getpid(), signal.SIGHUP)  # like a closed terminal
+def _send(number: signal.Signals) -> Callable[[str], None]:
+    return lambda name: os.kill(os.getpid(), number)
 
 
 def _raise(name: str) -> None:
@@ -51,10 +38,11 @@ def _raise_disk_full(name: str) -> None:
 
 
 ACTIONS: dict[str, Callable[[str], None]] = {
-    "kill": _kill,
-    "interrupt": _interrupt,
-    "terminate": _terminate,
-    "hang_up": _hang_up,
+    # As abrupt as a crash of the machine: nothing is flushed, no handler runs.
+    "kill": _send(signal.SIGKILL),
+    "interrupt": _send(signal.SIGINT),  # like Ctrl-C
+    "terminate": _send(signal.SIGTERM),  # like a scheduler that preempts the job
+    "hang_up": _send(signal.SIGHUP),  # like a closed terminal
     "raise": _raise,
     "enospc": _raise_disk_full,
 }

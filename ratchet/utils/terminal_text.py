@@ -30,12 +30,10 @@ def shorten_text(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit - 4]} ..."
 
 
-def get_first_line(text: str, limit: int = 400) -> str:
-    """Return the first non-blank line of a library's error, cut to `limit` characters."""
-    return shorten_text(
-        next((line.strip() for line in text.splitlines() if line.strip()), "no reason is given"),
-        limit,
-    )
+def get_first_line(text: str) -> str:
+    """Return the first non-blank line of a library's error, cut to 400 characters."""
+    lines = (line.strip() for line in text.splitlines())
+    return shorten_text(next(filter(None, lines), "no reason is given"), 400)
 
 
 def make_console(file: IO[str] | None = None, *, soft_wrap: bool = False) -> Console:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 # The tracks whose spans overlap. A request to the generator and the judging of an attempt begin in
 # the asyncio task of the attempt.
@@ -22,45 +23,25 @@ REWARD_TRACK = "rewards"
 AttributeValue = str | float | Sequence[str] | Sequence[float]
 
 
+@dataclass(slots=True, eq=False)
 class Span:
-    """A context that marks its block as a part of the run.
+    """A context that marks its block as a part of the run."""
 
-    Attributes:
-        track: The component that works. Spans of a track nest or follow each other.
-        name: The part.
-        step: The training step, from 1, if the part is a phase of a step; None: it is not a phase.
-        start_s, end_s: Times on the tracer's clock.
-        attributes: Attributes that the block sets before it ends, under OpenTelemetry's names.
-    """
-
-    __slots__ = (
-        "_clock",
-        "_endings",
-        "_subscribers",
-        "attributes",
-        "end_s",
-        "name",
-        "start_s",
-        "step",
-        "track",
-    )
-
-    def __init__(
-        self,
-        clock: Callable[[], float],
-        subscribers: Sequence[Subscriber],
-        track: str,
-        name: str,
-        step: int | None = None,
-    ) -> None:
-        self.track = track
-        self.name = name
-        self.step = step
-        self.start_s = self.end_s = 0.0
-        self.attributes: Mapping[str, AttributeValue] = {}
-        self._clock = clock
-        self._subscribers = subscribers
-        self._endings: list[Callable[[], None]] = []
+    _clock: Callable[[], float]
+    _subscribers: Sequence[Subscriber]
+    track: str
+    """The component that works. Spans of a track nest or follow each other."""
+    name: str
+    """The part."""
+    step: int | None = None
+    """The training step, from 1, if the part is a phase of a step; None: it is not a phase."""
+    start_s: float = field(default=0.0, init=False)
+    """Time of the beginning on the tracer's clock."""
+    end_s: float = field(default=0.0, init=False)
+    """Time of the end on the tracer's clock."""
+    attributes: Mapping[str, AttributeValue] = field(default_factory=dict, init=False)
+    """Attributes that the block sets before it ends, under OpenTelemetry's names."""
+    _endings: list[Callable[[], None]] = field(default_factory=list, init=False)
 
     @property
     def seconds(self) -> float:

@@ -28,14 +28,11 @@ class AnswerTooLong(NoAnswer):
 
 @dataclass(frozen=True)
 class WholeAnswer:
-    """A whole answer, decompressed.
-
-    Attributes:
-        headers: Headers by name in lower case.
-    """
+    """A whole answer, decompressed."""
 
     status: int
     headers: Mapping[str, str]
+    """Headers by name in lower case."""
     content: bytes
 
     @property

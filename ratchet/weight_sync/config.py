@@ -19,12 +19,8 @@ class PushSection(WeightSyncSection):
     """The base class of weight syncs that move weights."""
 
     dtype: SentDtype = Field(default=None, description=SENT_DTYPE_DESCRIPTION)
-    timeout_s: float = Field(
-        default=600.0,
-        gt=0,
-        description="Seconds for one push. After that the generator keeps its weights, and the run "
-        "stops.",
-    )
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds for one push. After that the generator keeps its weights, and the run stops."""
 
 
 class AutoWeightSyncConfig(PushSection):
@@ -64,17 +60,13 @@ class CollectiveWeightSyncConfig(PushSection):
     builds: ClassVar[str] = "ratchet.weight_sync.factory:collective"
 
     kind: Literal["collective"] = "collective"
-    backend: Literal["gloo", "nccl"] = Field(
-        default="gloo", description="nccl needs all weights on accelerators."
-    )
-    host: str | None = Field(
-        default=None,
-        description="The address at which other processes reach the driver; null: 127.0.0.1 on one "
-        "host, else the driver's host name.",
-    )
-    bucket_mib: int = Field(
-        default=16, ge=1, description="Weights that a rank broadcasts at a time, in MiB."
-    )
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """nccl needs all weights on accelerators."""
+    host: str | None = None
+    """The address at which other processes reach the driver; null: 127.0.0.1 on one host, else the
+    driver's host name."""
+    bucket_mib: int = Field(default=16, ge=1)
+    """Weights that a rank broadcasts at a time, in MiB."""
 
     @property
     def reads_accelerator(self) -> bool:
@@ -87,11 +79,9 @@ class FilesWeightSyncConfig(PushSection):
     builds: ClassVar[str] = "ratchet.weight_sync.factory:files"
 
     kind: Literal["files"] = "files"
-    directory: str | None = Field(
-        default=None,
-        description="Directory in which the run makes a folder for the weights; null: "
-        "weight_sync/ in the run's directory.",
-    )
+    directory: str | None = None
+    """Directory in which the run makes a folder for the weights; null: weight_sync/ in the run's
+    directory."""
 
 
 class DeltaWeightSyncConfig(PushSection):
@@ -103,11 +93,8 @@ class DeltaWeightSyncConfig(PushSection):
     builds: ClassVar[str] = "ratchet.weight_sync.factory:delta"
 
     kind: Literal["delta"] = "delta"
-    through: Literal["files", "shared_memory"] = Field(
-        default="files", description="How the changes are sent."
-    )
-    directory: str | None = Field(
-        default=None,
-        description="Directory of the files; null: weight_sync/ in the run's directory.",
-    )
+    through: Literal["files", "shared_memory"] = "files"
+    """How the changes are sent."""
+    directory: str | None = None
+    """Directory of the files; null: weight_sync/ in the run's directory."""
     dtype: SentDtype = Field(default="bfloat16", description=SENT_DTYPE_DESCRIPTION)

@@ -23,20 +23,17 @@ ALIGNMENT = 64
 
 # A tuple, because a push carries hundreds of blocks, and tuples are serialised fastest.
 class WeightBlock(NamedTuple):
-    """A rank's block of one weight.
-
-    Attributes:
-        shape: Shape of the whole weight.
-        offsets: First index of the block along each axis.
-        sizes: Shape of the block.
-        dtype: Torch's name of the dtype in which the block is sent.
-    """
+    """A rank's block of one weight."""
 
     name: str
     shape: tuple[int, ...]
+    """Shape of the whole weight."""
     offsets: tuple[int, ...]
+    """First index of the block along each axis."""
     sizes: tuple[int, ...]
+    """Shape of the block."""
     dtype: str
+    """Torch's name of the dtype in which the block is sent."""
 
     @property
     def numel(self) -> int:
@@ -61,22 +58,19 @@ class WeightBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OutgoingPart:
-    """A part that a rank is about to send.
-
-    Attributes:
-        block: Index of the block among the rank's blocks.
-        kind: "whole" is the whole block. A change is sent as two parts: "positions",
-            the changed positions in the flattened block, and "values", their new values.
-        dtype: The dtype to which the tensor is converted for sending.
-        block_checksum: Only on the "values" part of a change: the checksum of the whole block once
-            the change is applied. "" on other parts.
-    """
+    """A part that a rank is about to send."""
 
     block: int
+    """Index of the block among the rank's blocks."""
     kind: str
+    """"whole" is the whole block. A change is sent as two parts: "positions", the changed positions
+    in the flattened block, and "values", their new values."""
     tensor: Tensor
     dtype: torch.dtype
+    """The dtype to which the tensor is converted for sending."""
     block_checksum: str = ""
+    """Only on the "values" part of a change: the checksum of the whole block once the change is
+    applied. "" on other parts."""
 
     @property
     def n_bytes(self) -> int:

@@ -8,9 +8,10 @@ import signal
 import pytest
 import yaml
 from command_line import ratchet
+from experience.ledger_faults import find_ledger_faults
 from training.test_session import RECIPE, assert_equal_runs
 
-from ratchet.experience.sources.prompt_ledger import find_ledger_faults, read_ledger
+from ratchet.experience.sources.prompt_ledger import read_ledger
 
 pytestmark = pytest.mark.slow
 

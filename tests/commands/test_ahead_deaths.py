@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 from commands.test_rank_deaths import RECIPE, ForkedDriver, steps_of, until
+from experience.ledger_faults import find_ledger_faults
 
-from ratchet.experience.sources.prompt_ledger import find_ledger_faults, read_ledger
+from ratchet.experience.sources.prompt_ledger import read_ledger
 
 pytestmark = pytest.mark.slow
 STALENESS, STEPS = 2, 36

@@ -39,20 +39,24 @@ def test_keys_are_shown_as_a_recipe_may_write_them():
 def test_every_leaf_is_described():
     for key in keys(RunConfig):
         if key.is_leaf:
-            assert _field(key.path).description, key.path
+            assert _describe(key.path), key.path
 
 
-def _field(path):
-    model, field = RunConfig, None
+def test_a_field_with_another_default_keeps_the_description():
+    assert section_class("algorithm", "rloo").describe_field("advantage") == "Advantage estimator."
+
+
+def _describe(path):
+    model, description = RunConfig, ""
     for part in path.split("."):
         name, _, kind = part.partition("[")
-        field = model.model_fields[name]
+        field, description = model.model_fields[name], model.describe_field(name)
         if kind:
             slot = next(mark for mark in field.metadata if hasattr(mark, "is_list"))
             model = section_class(slot.name, kind.rstrip("]"))
         else:
             model = find_section(field.annotation) or model
-    return field
+    return description
 
 
 def test_every_stage_key_but_its_name_can_stand_at_the_top():

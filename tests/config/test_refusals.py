@@ -37,40 +37,6 @@ def refusal(tmp_path):
 
 UNKNOWN_KEYS = [
     ({"optimiser": "{lr: 1}"}, "line 5: optimiser: unknown key; did you mean 'optimizer'?"),
-    ({"link": "{kind: files}"}, "line 5: link: unknown key; it was renamed to 'weight_sync'"),
-    ({"yardstick": "[]"}, "line 5: yardstick: unknown key; it was renamed to 'eval_rewards'"),
-    (
-        {"model": "{preset: tiny, towers: frozen}"},
-        "model.towers: unknown key; it was renamed to 'train_encoders'",
-    ),
-    (
-        {"generator": "{kind: workers, worker: {kind: engine}, plays: groups}"},
-        "generator.plays: unknown key; it was renamed to 'worker_runs'",
-    ),
-    (
-        {"environment": "{kind: workers, worker: {kind: sorting}, of: {kind: sorting}}"},
-        "environment.of: unknown key; it was renamed to 'worker'",
-    ),
-    (
-        {"curriculum": "{difficulty: x, opens_at: 0.5}"},
-        "curriculum.opens_at: unknown key; it was renamed to 'start_share'",
-    ),
-    (
-        {"curriculum": "{difficulty: x, opens_by: 5}"},
-        "curriculum.opens_by: unknown key; it was renamed to 'full_by_step'",
-    ),
-    (
-        {"evaluation": "{passing: 0.5}"},
-        "evaluation.passing: unknown key; it was renamed to 'pass_threshold'",
-    ),
-    (
-        {"rewards": "[{kind: bounding_box, given: unit}]"},
-        "rewards.0.given: unknown key; it was renamed to 'task_units'",
-    ),
-    (
-        {"rewards": "[{kind: bounding_box, said: unit}]"},
-        "rewards.0.said: unknown key; it was renamed to 'answer_units'",
-    ),
     ({"optimizer": "{lrr: 1}"}, "line 5: optimizer.lrr: unknown key; did you mean 'lr'?"),
     (
         {"algorithm": "{kind: grpo, group_sise: 4}"},

@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from experience.ledger_faults import find_ledger_faults
 from recipes.replayed import TOPOLOGIES, after_sft, assert_alike, made
 from recipes.test_generator_workers import (
     GRPO,
@@ -25,7 +26,7 @@ from ratchet.errors import ConfigError, WorkerDied
 from ratchet.executors.config import RayClusterConfig
 from ratchet.executors.freeze import freeze
 from ratchet.executors.placement import Accelerator, ClusterNode, ResourceRequest
-from ratchet.experience.sources.prompt_ledger import PromptLedger, find_ledger_faults, read_ledger
+from ratchet.experience.sources.prompt_ledger import PromptLedger, read_ledger
 from ratchet.generators.workers.pool import GeneratorPool
 
 pytestmark = [pytest.mark.needs("ray"), pytest.mark.slow]
@@ -77,7 +78,7 @@ def test_calls_places_and_errors(start, executor):
         [2, 2],
         [3, 3],
     ]
-    assert group.each_now("add_later", [(1,), (2,)]) == [4, 5]
+    assert group.submit_each("add_later", [(1,), (2,)]).result() == [4, 5]
     array = np.ones(300_000)
     for back in group.call_now("double", array):
         np.testing.assert_array_equal(back, array * 2)

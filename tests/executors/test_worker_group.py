@@ -29,9 +29,9 @@ def test_results_come_by_rank_and_calls_in_order(start):
     assert [place.rank for place in group.call_now("where")] == [0, 1]
     calls = [group.submit("add", 1) for _ in range(5)]
     assert [call.result() for call in calls] == [[11 + i, 12 + i] for i in range(5)]
-    assert group.each_now("add", [(1,), (2,)]) == [16, 18]
+    assert group.submit_each("add", [(1,), (2,)]).result() == [16, 18]
     with pytest.raises(ValueError, match="2 ranks: 1 tuples"):
-        group.each_now("add", [(1,)])
+        group.submit_each("add", [(1,)])
 
 
 async def both(group):
@@ -247,7 +247,6 @@ def test_a_recipe_chooses_the_executor():
     group = executor.group("learner")
     assert isinstance(group, Workers)
     assert group.places[0].threads == 1
-    assert executor.spawn(dict, a=1) == {"a": 1}
     executor.close()
     torchrun = RunConfig.model_validate(
         {**recipe, "stages": [stage], "cluster": {"kind": "torchrun"}}
@@ -264,7 +263,7 @@ def test_what_several_ranks_are_given_is_packed_once(start, monkeypatch):
     )
     shared = (np.arange(4.0),)
     for back, sent in zip(
-        group.each_now("double", [shared, (np.ones(2),), shared]),
+        group.submit_each("double", [shared, (np.ones(2),), shared]).result(),
         [shared, (np.ones(2),), shared],
         strict=True,
     ):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from statistics import fmean
 
 import pytest
+from experience.ledger_faults import find_ledger_faults
 from support.clock import simulate
 
 from ratchet.experience.async_rollouts.concurrency import ConcurrencyController
@@ -21,7 +22,7 @@ from ratchet.experience.async_rollouts.tail_batching import AbortableGenerator, 
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.experience.rollout.metrics import estimate_mean_length
 from ratchet.experience.seeds import derive_seed
-from ratchet.experience.sources.prompt_ledger import PromptLedger, find_ledger_faults, read_ledger
+from ratchet.experience.sources.prompt_ledger import PromptLedger, read_ledger
 from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.testing.builders import make_trajectory

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 
 import numpy as np
 import pytest
@@ -143,20 +142,3 @@ def test_histograms_are_beside_the_numbers() -> None:
         12.0,
         92.0,
     )
-
-
-def test_ranks_hand_over_what_they_know() -> None:
-    ranks = [MetricsManager(), MetricsManager()]
-    for rank, values in zip(ranks, ([1.0, 2.0, 9.0], [4.0]), strict=True):
-        rank.add("policy", {"mean": values}, weight=2.0)
-        rank.add("policy", {"p50": values}, merge=Percentile(50))
-        rank.add("time", {"tokens_per_s": 100.0}, merge="rate", weight=values[0])
-    driver = MetricsManager()
-    for rank in ranks:
-        driver.merge(pickle.loads(pickle.dumps(rank.take_partials())))
-        assert rank.flush(1) == {}
-    assert driver.flush(1) == {"policy/mean": 4.0, "policy/p50": 3.0, "time/tokens_per_s": 40.0}
-    other = MetricsManager()
-    other.add("policy", {"mean": 1.0}, merge="sum")
-    with pytest.raises(ValueError, match=r"the mean of 'mean' .* the sum of 'mean'"):
-        driver.merge(other.take_partials())

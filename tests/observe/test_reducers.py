@@ -1,5 +1,4 @@
-"""Any split of samples into ranks and micro-batches gives what all of them together give, to the
-last bit."""
+"""Samples in any order give the same result, to the last bit."""
 
 from __future__ import annotations
 
@@ -9,12 +8,12 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from ratchet.observe.reducers import Bins, Histogram, Partial, Percentile, Reducer, new_partial
+from ratchet.observe.reducers import Bins, Histogram, Percentile, Reducer, reduce_samples
 
-SPLIT_BY_ANY: list[Reducer] = [
+IN_ANY_ORDER: list[Reducer] = [
     "mean",
     "sum",
     "rate",
@@ -33,11 +32,10 @@ SAMPLES = st.lists(st.tuples(NUMBERS, st.sampled_from([0.0, 0.1, 1.0, 3.0])), ma
 Samples = Sequence[tuple[float, float]]
 
 
-def of(reducer: Reducer, samples: Samples) -> Partial:
-    known = new_partial(reducer)
-    for value, weight in samples:
-        known.add([value], weight)
-    return known
+def of(reducer: Reducer, samples: Samples) -> float | Histogram:
+    return reduce_samples(
+        reducer, [value for value, _ in samples], [weight for _, weight in samples]
+    )
 
 
 def same(a: float | Histogram, b: float | Histogram) -> bool:
@@ -46,42 +44,17 @@ def same(a: float | Histogram, b: float | Histogram) -> bool:
     return a == b
 
 
-@given(
-    SAMPLES,
-    st.lists(st.integers(0, 4), min_size=40, max_size=40),
-    st.randoms(use_true_random=False),
-)
-@example([(1e308, 1.0), (1e308, 1.0), (-1e308, 1.0)], [0, 1, 2] + [0] * 37, None)
-@pytest.mark.parametrize("reducer", SPLIT_BY_ANY, ids=str)
-def test_merged_partials_are_the_whole(
-    reducer: Reducer, samples: Samples, ranks: list[int], random
-):
-    whole = of(reducer, samples).result()
-    parts = [
-        of(reducer, [s for s, rank in zip(samples, ranks, strict=False) if rank == at])
-        for at in range(5)
-    ]
-    if random is not None:
-        random.shuffle(parts)
-    merged, nested = new_partial(reducer), new_partial(reducer)
-    for part in parts:
-        merged.merge(part)
-    nested.merge(parts[0])
-    for part in parts[:0:-1]:  # micro-batches of a rank first, then the ranks
-        inner = new_partial(reducer)
-        inner.merge(part)
-        nested.merge(inner)
-    assert same(merged.result(), whole)
-    assert same(nested.result(), whole)
+@given(SAMPLES, st.randoms(use_true_random=False))
+@pytest.mark.parametrize("reducer", IN_ANY_ORDER, ids=str)
+def test_the_order_does_not_matter(reducer: Reducer, samples: list[tuple[float, float]], random):
+    whole = of(reducer, samples)
+    random.shuffle(samples)
+    assert same(of(reducer, samples), whole)
 
 
-@given(SAMPLES.filter(bool), st.integers(0, 40))
-def test_the_last_is_that_of_the_rank_merged_last(samples: Samples, cut: int):
-    head, tail = samples[:cut], samples[cut:]
-    merged = of("last", head)
-    if tail:
-        merged.merge(of("last", tail))
-    assert same(merged.result(), samples[-1][0])
+@given(SAMPLES.filter(bool))
+def test_the_last_is_the_last(samples: Samples):
+    assert same(of("last", samples), samples[-1][0])
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=30))
@@ -91,12 +64,12 @@ def test_a_sum_is_rounded_once(values: list[float]):
         expected = float(exact)
     except OverflowError:
         expected = math.inf if exact > 0 else -math.inf
-    assert of("sum", [(value, 1.0) for value in values]).result() == expected
+    assert of("sum", [(value, 1.0) for value in values]) == expected
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.floats(0, 100))
 def test_percentiles_are_those_of_numpy(values: list[float], percent: float):
-    assert of(Percentile(percent), [(v, 1.0) for v in values]).result() == pytest.approx(
+    assert of(Percentile(percent), [(v, 1.0) for v in values]) == pytest.approx(
         np.percentile(values, percent)
     )
 
@@ -104,7 +77,7 @@ def test_percentiles_are_those_of_numpy(values: list[float], percent: float):
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=50))
 def test_bins_are_those_of_numpy(values: list[float]):
     edges = (-2.0, -0.5, 0.0, 1.0, 2.0)
-    found = of(Bins(edges), [(v, 1.0) for v in values]).result()
+    found = of(Bins(edges), [(v, 1.0) for v in values])
     assert isinstance(found, Histogram)
     assert found.counts == tuple(np.histogram(np.clip(values, -2, 2), edges)[0])
     assert (found.lowest, found.highest) == (min(values), max(values))
@@ -112,17 +85,17 @@ def test_bins_are_those_of_numpy(values: list[float]):
 
 def test_by_hand():
     samples = [(1.0, 1.0), (4.0, 3.0), (math.inf, 0.0)]
-    assert of("mean", samples).result() == 3.25
-    assert of("sum", samples[:2]).result() == 5.0
-    assert of("rate", samples[:2]).result() == 1.25
-    assert of("max", samples[:2]).result() == 4.0
-    assert of(Percentile(50), samples).result() == 2.5
-    assert of(Percentile(95), [(float(i), 1.0) for i in range(101)]).result() == 95.0
+    assert of("mean", samples) == 3.25
+    assert of("sum", samples[:2]) == 5.0
+    assert of("rate", samples[:2]) == 1.25
+    assert of("max", samples[:2]) == 4.0
+    assert of(Percentile(50), samples) == 2.5
+    assert of(Percentile(95), [(float(i), 1.0) for i in range(101)]) == 95.0
 
 
 @pytest.mark.parametrize("reducer", ["mean", "last", "min", "max", Percentile(5)])
 def test_of_nothing_there_is_no_number(reducer: Reducer):
-    assert math.isnan(new_partial(reducer).result())  # pyright: ignore[reportArgumentType]
+    assert math.isnan(of(reducer, []))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("edges", [(0.0,), (0.0, 0.0), (1.0, 0.0)])

@@ -280,7 +280,7 @@ def test_each_built_in_one_says_what_it_is_for(told):
             RECORDS.clear()
             steps = [{metric: None if math.isnan(value) else value} for value in values]
             assert alarms({name: {"action": "pause"}}, *steps)[-1] == (len(values), True), name
-            description = SentinelsConfig.model_fields[name].description
+            description = SentinelsConfig.describe_field(name)
             assert description
             symptom = SYMPTOMS.get(name)
             link = f". {link_symptom(symptom)}" if symptom else ""

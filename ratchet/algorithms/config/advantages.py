@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny
 
 from ratchet.algorithms.config.base import AlgorithmPart
 from ratchet.config.base import Section
@@ -35,18 +35,15 @@ KL_BY_TOKEN = "a KL penalty in the reward differs from token to token, and so do
 
 
 class Estimator(AlgorithmPart):
-    """The base class of the advantage estimators' sections.
-
-    Attributes:
-        signal: The source of the advantages: "reward" (the attempt's reward), "parts" (each part of
-            the reward by itself) or "teacher" (a teacher's log-probabilities).
-        exempt_under_kl: Further properties, besides those in `exempt`, that do not hold if a KL
-            penalty is part of the reward, with reasons. equal_rewards: equal rewards in a group
-            give advantages of 0. lone_attempt: a group of one attempt gives 0 or an error.
-    """
+    """The base class of the advantage estimators' sections."""
 
     signal: ClassVar[Literal["reward", "parts", "teacher"]] = "reward"
+    """The source of the advantages: "reward" (the attempt's reward), "parts" (each part of the
+    reward by itself) or "teacher" (a teacher's log-probabilities)."""
     exempt_under_kl: ClassVar[Mapping[str, str]] = {"equal_rewards": KL_BY_TOKEN}
+    """Further properties, besides those in `exempt`, that do not hold if a KL penalty is part of
+    the reward, with reasons. equal_rewards: equal rewards in a group give advantages of 0.
+    lone_attempt: a group of one attempt gives 0 or an error."""
 
     @property
     def estimators(self) -> tuple[Estimator, ...]:
@@ -74,11 +71,9 @@ class GroupRelative(Estimator):
     reads: ClassVar[frozenset[str]] = frozenset({"group"})
 
     kind: Literal["group_relative"] = "group_relative"
-    scale: Literal["std", "batch_std", "none"] = Field(
-        default="std",
-        description="std: divide by the standard deviation of the group (ddof 1). batch_std: by "
-        "that of the batch (LitePPO). none: do not divide.",
-    )
+    scale: Literal["std", "batch_std", "none"] = "std"
+    """std: divide by the standard deviation of the group (ddof 1). batch_std: by that of the batch
+    (LitePPO). none: do not divide."""
     epsilon: Epsilon = 1e-6
 
     @property
@@ -134,11 +129,8 @@ class ReinforcePP(Estimator):
     }
 
     kind: Literal["reinforce_pp"] = "reinforce_pp"
-    baseline: Literal["none", "group"] = Field(
-        default="none",
-        description="none: no baseline besides the batch's mean. group: first subtract the group's "
-        "mean reward.",
-    )
+    baseline: Literal["none", "group"] = "none"
+    """none: no baseline besides the batch's mean. group: first subtract the group's mean reward."""
     epsilon: Epsilon = 1e-8
 
     @property
@@ -166,10 +158,8 @@ class GDPO(Estimator):
     signal: ClassVar[Literal["reward", "parts", "teacher"]] = "parts"
 
     kind: Literal["gdpo"] = "gdpo"
-    weights: dict[str, float] | None = Field(
-        default=None,
-        description="Weight of each part of the reward, by name; null: 1 for every part.",
-    )
+    weights: dict[str, float] | None = None
+    """Weight of each part of the reward, by name; null: 1 for every part."""
     epsilon: Epsilon = 1e-6
 
 
@@ -184,38 +174,27 @@ class GAE(Estimator):
     }
 
     kind: Literal["gae"] = "gae"
-    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor per token.")
-    lam: float = Field(
-        default=0.95,
-        ge=0,
-        le=1,
-        description="GAE's lambda: 0 gives one-step estimates, 1 whole-episode estimates.",
-    )
-    value_lam: float | None = Field(
-        default=None, ge=0, le=1, description="Lambda of the critic's targets; null: lam."
-    )
-    length_alpha: float | None = Field(
-        default=None,
-        gt=0,
-        description="Sets lambda to 1 - 1 / (length_alpha * length) for each answer (VAPO); null: "
-        "lambda is lam.",
-    )
-    bootstrap: bool = Field(
-        default=True,
-        description="true: after a truncated attempt, the critic's value stands for the rewards to "
-        "come. false: truncation ends the episode with value 0. Choose false if the limit is part "
-        "of the task; otherwise the policy may gain by never stopping.",
-    )
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount factor per token."""
+    lam: float = Field(default=0.95, ge=0, le=1)
+    """GAE's lambda: 0 gives one-step estimates, 1 whole-episode estimates."""
+    value_lam: float | None = Field(default=None, ge=0, le=1)
+    """Lambda of the critic's targets; null: lam."""
+    length_alpha: float | None = Field(default=None, gt=0)
+    """Sets lambda to 1 - 1 / (length_alpha * length) for each answer (VAPO); null: lambda is
+    lam."""
+    bootstrap: bool = True
+    """true: after a truncated attempt, the critic's value stands for the rewards to come. false:
+    truncation ends the episode with value 0. Choose false if the limit is part of the task;
+    otherwise the policy may gain by never stopping."""
 
-    @model_validator(mode="after")
-    def _check_lam(self) -> GAE:
+    def check_keys(self) -> None:
         """Raise ValueError if lam is set, but other keys set both lambdas."""
         if "lam" in self.changed and self.length_alpha is not None and self.value_lam is not None:
             raise ValueError(
                 "lam is not read with length_alpha and value_lam, which set the lambdas of policy "
                 "and critic: remove lam"
             )
-        return self
 
 
 class TurnReturns(Estimator):
@@ -228,11 +207,10 @@ class TurnReturns(Estimator):
     }
 
     kind: Literal["turn_returns"] = "turn_returns"
-    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor per turn.")
-    baseline: Literal["none", "group"] = Field(
-        default="none",
-        description="none: no baseline. group: subtract the mean return of the group's turns.",
-    )
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount factor per turn."""
+    baseline: Literal["none", "group"] = "none"
+    """none: no baseline. group: subtract the mean return of the group's turns."""
 
     @property
     def reads(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -249,10 +227,10 @@ class GiGPO(Estimator):
     reads: ClassVar[frozenset[str]] = frozenset({"group"})
 
     kind: Literal["gigpo"] = "gigpo"
-    gamma: float = Field(default=0.95, gt=0, le=1, description="Discount factor per turn.")
-    step_weight: float = Field(
-        default=1.0, ge=0, description="Weight of the turn's advantage; the episode's has weight 1."
-    )
+    gamma: float = Field(default=0.95, gt=0, le=1)
+    """Discount factor per turn."""
+    step_weight: float = Field(default=1.0, ge=0)
+    """Weight of the turn's advantage; the episode's has weight 1."""
     scale: ScaleField = "std"
     epsilon: Epsilon = 1e-6
 
@@ -288,8 +266,9 @@ class AdvantageMixture(Estimator):
 
     kind: Literal["mixture"] = "mixture"
     parts: Annotated[tuple[AnyEstimator, ...], Slot("estimator", is_list=True)] = Field(
-        min_length=1, description="Estimators, each with its weight."
+        min_length=1
     )
+    """Estimators, each with its weight."""
 
     @property
     def estimators(self) -> tuple[Estimator, ...]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ratchet.config.base import Section
 from ratchet.config.sections import AlgorithmSection
 from ratchet.utils.terminal_text import shorten_text
-
-AnySection = SerializeAsAny[Section]
 
 
 def _refuse_path_key(teacher: Any) -> Any:
@@ -32,14 +30,11 @@ Teacher = Annotated[
 class WeightedTeacher(Section):
     """One of several teachers, which all score every row."""
 
-    path: str = Field(description="Directory of the teacher's model.")
-    weight: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="Factor of this teacher's loss in the sum of losses; null: 1 divided by the "
-        "number of teachers.",
-    )
+    path: str
+    """Directory of the teacher's model."""
+    weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Factor of this teacher's loss in the sum of losses; null: 1 divided by the number of
+    teachers."""
 
 
 # A teacher for all tasks or for each tag, or several teachers for every row.
@@ -78,12 +73,10 @@ class AlgorithmConfig(AlgorithmSection):
     def n_epochs(self) -> int:
         return self.epochs
 
-    minibatches: int = Field(
-        default=1,
-        ge=1,
-        description="Mini-batches that a batch is divided into, with one optimizer step each.",
-    )
-    epochs: int = Field(default=1, ge=1, description="Passes over all mini-batches of a batch.")
+    minibatches: int = Field(default=1, ge=1)
+    """Mini-batches that a batch is divided into, with one optimizer step each."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over all mini-batches of a batch."""
 
     @model_validator(mode="before")
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.algorithms.config.base import AlgorithmConfig, Teachers, list_teacher_paths
 from ratchet.algorithms.config.sft import Train
@@ -30,53 +30,29 @@ class DistillationConfig(AlgorithmConfig):
 
     builds: ClassVar[str] = "ratchet.algorithms.distillation:build"
 
-    teacher: Teachers = Field(
-        description="Directory of the teacher's model, or a directory for each task tag, or a list "
-        "of several teachers ({path: ..., weight: 0.5}) whose losses are summed."
-    )
-    teacher_tokens: Literal["same", "aligned"] = Field(
-        default="same",
-        description="same: each teacher has the policy's tokenizer. aligned: teachers may have "
-        "other tokenizers, so the text is tokenised again for them, and the likelihoods of common "
-        "text spans are compared (ALM).",
-    )
-    span_temperature: float = Field(
-        default=1.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="With teacher_tokens=aligned: the likelihoods of spans are compared to the "
-        "power of 1 / span_temperature. Above 1, unlikely spans count more.",
-    )
+    teacher: Teachers
+    """Directory of the teacher's model, or a directory for each task tag, or a list of several
+    teachers ({path: ..., weight: 0.5}) whose losses are summed."""
+    teacher_tokens: Literal["same", "aligned"] = "same"
+    """same: each teacher has the policy's tokenizer. aligned: teachers may have other tokenizers,
+    so the text is tokenised again for them, and the likelihoods of common text spans are compared
+    (ALM)."""
+    span_temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """With teacher_tokens=aligned: the likelihoods of spans are compared to the power of 1 /
+    span_temperature. Above 1, unlikely spans count more."""
     objective: Objective = "forward"
-    mix: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="js and skewed_forward: share of the teacher in the mixture. skewed_reverse: "
-        "share of the student in the mixture. mixed: weight of the forward KL. adaptive: total "
-        "probability of the teacher's likeliest tokens, whose differences weigh the forward KL. "
-        "null: 0.5.",
-    )
-    top_k: int | None = Field(
-        default=64,
-        ge=1,
-        description="Number of the teacher's likeliest tokens to compare; all other tokens count "
-        "as one outcome. null: compare the whole vocabulary (use only if it is small).",
-    )
-    teacher_temperature: float = Field(
-        default=1.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="Factor on the softmax temperature of the teacher alone. Above 1 its "
-        "distribution is softer than the student's.",
-    )
-    token_clip: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="Highest divergence of a token; a token above it has no gradient. null: no "
-        "clip.",
-    )
+    mix: float | None = Field(default=None, gt=0, lt=1)
+    """js and skewed_forward: share of the teacher in the mixture. skewed_reverse: share of the
+    student in the mixture. mixed: weight of the forward KL. adaptive: total probability of the
+    teacher's likeliest tokens, whose differences weigh the forward KL. null: 0.5."""
+    top_k: int | None = Field(default=64, ge=1)
+    """Number of the teacher's likeliest tokens to compare; all other tokens count as one outcome.
+    null: compare the whole vocabulary (use only if it is small)."""
+    teacher_temperature: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Factor on the softmax temperature of the teacher alone. Above 1 its distribution is softer
+    than the student's."""
+    token_clip: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Highest divergence of a token; a token above it has no gradient. null: no clip."""
 
     @property
     def reads_reward(self) -> bool:
@@ -104,15 +80,13 @@ class DistillationConfig(AlgorithmConfig):
         """The weight of an added SFT loss on the tokens that train."""
         return 0.0
 
-    @model_validator(mode="after")
-    def _check_keys_agree(self) -> DistillationConfig:
+    def check_keys(self) -> None:
         self._check_teachers()
         if self.mix is not None and self.objective not in OBJECTIVES_WITH_MIX:
             raise ValueError(
                 f"mix is not read with objective={self.objective}: remove mix, or set objective to "
                 f"one of {', '.join(OBJECTIVES_WITH_MIX)}"
             )
-        return self
 
     def _check_teachers(self) -> None:
         """Raise ValueError for a repeated teacher, and for keys that `teacher_tokens` rules out."""
@@ -149,14 +123,10 @@ class OffPolicyDistillationConfig(DistillationConfig):
     source: ClassVar[Source] = "rows"
 
     train: Train = "all"
-    temperature: Temperature = Field(
-        default=1.0, gt=0, description="Softmax temperature of both teacher and student."
-    )
-    sft_coef: float = Field(
-        default=0.0,
-        ge=0,
-        description="Weight of an added SFT loss (NLL, cross-entropy) on the demonstrations.",
-    )
+    temperature: Temperature = Field(default=1.0, gt=0)
+    """Softmax temperature of both teacher and student."""
+    sft_coef: float = Field(default=0.0, ge=0)
+    """Weight of an added SFT loss (NLL, cross-entropy) on the demonstrations."""
 
     @property
     def tau(self) -> float:
@@ -170,16 +140,14 @@ class OffPolicyDistillationConfig(DistillationConfig):
     def likelihood_coef(self) -> float:
         return self.sft_coef
 
-    @model_validator(mode="after")
-    def _check_temperature_of_likelihood(self) -> OffPolicyDistillationConfig:
-        # A batch has one temperature per row, so it would also apply to the SFT loss.
+    def check_keys(self) -> None:
+        super().check_keys()
         if self.sft_coef and self.temperature != 1:
             raise ValueError(
                 f"sft_coef={self.sft_coef:g} adds an SFT loss, which needs temperature 1, but "
                 f"temperature={self.temperature:g} applies to both losses: set temperature=1, or "
                 "sft_coef=0"
             )
-        return self
 
 
 class DivergenceOnPolicyConfig(DistillationConfig):
@@ -191,7 +159,8 @@ class DivergenceOnPolicyConfig(DistillationConfig):
     source: ClassVar[Source] = "rollouts"
 
     objective: Objective = "reverse"
-    group_size: int = Field(default=1, ge=1, description="Attempts at each prompt.")
+    group_size: int = Field(default=1, ge=1)
+    """Attempts at each prompt."""
 
     @property
     def n_attempts(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.algorithms.config.advantages import (
     RLOO,
@@ -81,20 +81,13 @@ PositiveNLL = Annotated[
 class CriticConfig(Section):
     """The critic (value model) for gae: a copy of the policy with a scalar head."""
 
-    lr: float | None = Field(
-        default=None, gt=0, description="Peak learning rate of the critic; null: the policy's."
-    )
-    warmup_steps: int = Field(
-        default=0,
-        ge=0,
-        description="Steps at the start of the stage that train the critic alone.",
-    )
-    value_clip: float | None = Field(
-        default=0.2,
-        gt=0,
-        description="Value clipping: the largest allowed difference between a value and its value "
-        "before the update; null: no clip.",
-    )
+    lr: float | None = Field(default=None, gt=0)
+    """Peak learning rate of the critic; null: the policy's."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps at the start of the stage that train the critic alone."""
+    value_clip: float | None = Field(default=0.2, gt=0)
+    """Value clipping: the largest allowed difference between a value and its value before the
+    update; null: no clip."""
 
 
 class PolicyGradientConfig(AlgorithmConfig):
@@ -104,93 +97,59 @@ class PolicyGradientConfig(AlgorithmConfig):
     source: ClassVar[Source] = "rollouts"
 
     group_size: GroupSize = 8
-    minibatches_of: Literal["groups", "attempts"] = Field(
-        default="groups",
-        description="Content of a mini-batch. groups: some groups as a whole, so that a prompt is "
-        "computed once for all attempts. attempts: some attempts of every group, so that each "
-        "optimizer step sees all prompts of the batch. Each prompt is then computed once per "
-        "mini-batch, which is cheap if prompts are short.",
-    )
-    shaping: Shaping = Field(
-        default=(), description="Reward shaping before advantages are estimated, in this order."
-    )
-    advantage: Advantage = Field(default=GroupRelative(), description="Advantage estimator.")
-    advantage_clip: float | tuple[float, float] | None = Field(
-        default=None,
-        description="Number above 0: advantages are clipped to [-advantage_clip, advantage_clip]. "
-        "[low, high]: to this range, which includes 0. null: no clip.",
-    )
-    malformed_call_advantage: float | None = Field(
-        default=None,
-        lt=0,
-        allow_inf_nan=False,
-        description="Advantage of all tokens of a turn with a tool call that can't be parsed, in "
-        "place of the estimated one, such as -5; advantage_clip applies to it. null: as estimated.",
-    )
-    malformed_thinking_advantage: float | None = Field(
-        default=None,
-        lt=0,
-        allow_inf_nan=False,
-        description="The same for a turn whose tags <think> and </think>, or [THINK] and "
-        "[/THINK], do not enclose exactly one thought at its beginning.",
-    )
+    minibatches_of: Literal["groups", "attempts"] = "groups"
+    """Content of a mini-batch. groups: some groups as a whole, so that a prompt is computed once
+    for all attempts. attempts: some attempts of every group, so that each optimizer step sees all
+    prompts of the batch. Each prompt is then computed once per mini-batch, which is cheap if
+    prompts are short."""
+    shaping: Shaping = ()
+    """Reward shaping before advantages are estimated, in this order."""
+    advantage: Advantage = GroupRelative()
+    """Advantage estimator."""
+    advantage_clip: float | tuple[float, float] | None = None
+    """Number above 0: advantages are clipped to [-advantage_clip, advantage_clip]. [low, high]: to
+    this range, which includes 0. null: no clip."""
+    malformed_call_advantage: float | None = Field(default=None, lt=0, allow_inf_nan=False)
+    """Advantage of all tokens of a turn with a tool call that can't be parsed, in place of the
+    estimated one, such as -5; advantage_clip applies to it. null: as estimated."""
+    malformed_thinking_advantage: float | None = Field(default=None, lt=0, allow_inf_nan=False)
+    """The same for a turn whose tags <think> and </think>, or [THINK] and [/THINK], do not enclose
+    exactly one thought at its beginning."""
     whiten: Whiten = False
     equal_rewards: EqualRewards = "keep"
-    mean_reward_range: tuple[float, float] | None = Field(
-        default=None,
-        description="Bounds of a group's mean reward, as in [0.1, 0.9]. A group whose mean is not "
-        "between them, or equals one, is removed from the loss, because its prompt is too hard or "
-        "too easy. The reward is the one before shaping. rollouts.dynamic_sampling replaces these "
-        "groups too. null: no bounds.",
-    )
-    truncated: Literal["keep", "drop"] = Field(
-        default="keep",
-        description="Attempts whose last answer was cut off by a token limit. keep: they train. "
-        "drop: they don't train, but count in the statistics of their group (overlong filtering of "
-        "DAPO).",
-    )
-    loss: Loss = Field(default=PPO(), description="Policy loss.")
+    mean_reward_range: tuple[float, float] | None = None
+    """Bounds of a group's mean reward, as in [0.1, 0.9]. A group whose mean is not between them, or
+    equals one, is removed from the loss, because its prompt is too hard or too easy. The reward is
+    the one before shaping. rollouts.dynamic_sampling replaces these groups too. null: no bounds."""
+    truncated: Literal["keep", "drop"] = "keep"
+    """Attempts whose last answer was cut off by a token limit. keep: they train. drop: they don't
+    train, but count in the statistics of their group (overlong filtering of DAPO)."""
+    loss: Loss = PPO()
+    """Policy loss."""
     old_logprobs: OldLogprobs = "learner"
-    correction: CorrectionConfig | None = Field(
-        default=None,
-        description="Rollout correction: importance sampling (TIS, IcePop) for a sampler that "
-        "differs from the learner; null: none.",
-    )
-    kl: KLConfig = Field(
-        default=KLConfig(), description="KL penalty to the model at the start of the stage."
-    )
-    entropy_coef: float = Field(
-        default=0.0, ge=0, description="Weight of the entropy bonus (nats per token)."
-    )
+    correction: CorrectionConfig | None = None
+    """Rollout correction: importance sampling (TIS, IcePop) for a sampler that differs from the
+    learner; null: none."""
+    kl: KLConfig = KLConfig()
+    """KL penalty to the model at the start of the stage."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus (nats per token)."""
     positive_nll_coef: PositiveNLL = 0.0
-    positive_nll_above: float = Field(
-        default=0.0, description="Reward above which positive_nll_coef applies."
-    )
-    router: RouterConfig | None = Field(
-        default=None,
-        description="Router replay, router losses and router metrics of a mixture of experts; "
-        "null: none.",
-    )
-    critic: CriticConfig | None = Field(
-        default=None, description="Critic (value model), which advantage gae reads; null: none."
-    )
-    teacher: Teacher | None = Field(
-        default=None,
-        description="Directory of the teacher's model for on_policy_distillation, or a directory "
-        "for each task tag.",
-    )
-    teacher_tokens: Literal["same", "aligned"] = Field(
-        default="same",
-        description="same: the teacher has the policy's tokenizer. aligned: the teacher has "
-        "another tokenizer, so the text is tokenised again for it, and its log-probabilities are "
-        "aligned by text spans.",
-    )
+    positive_nll_above: float = 0.0
+    """Reward above which positive_nll_coef applies."""
+    router: RouterConfig | None = None
+    """Router replay, router losses and router metrics of a mixture of experts; null: none."""
+    critic: CriticConfig | None = None
+    """Critic (value model), which advantage gae reads; null: none."""
+    teacher: Teacher | None = None
+    """Directory of the teacher's model for on_policy_distillation, or a directory for each task
+    tag."""
+    teacher_tokens: Literal["same", "aligned"] = "same"
+    """same: the teacher has the policy's tokenizer. aligned: the teacher has another tokenizer, so
+    the text is tokenised again for it, and its log-probabilities are aligned by text spans."""
     weighting: Weighting = "token_mean"
-    fixed_length: int | None = Field(
-        default=None,
-        ge=1,
-        description="Number of tokens per answer that weighting=fixed_length divides by.",
-    )
+    fixed_length: int | None = Field(default=None, ge=1)
+    """Number of tokens per answer that weighting=fixed_length divides by."""
 
     @property
     def estimators(self) -> tuple[Estimator, ...]:
@@ -268,9 +227,7 @@ class PolicyGradientConfig(AlgorithmConfig):
         alternative = ", or algorithm.old_logprobs=sampler" if has_ratio else ""
         return f"algorithm.correction={level}{alternative}"
 
-    @model_validator(mode="after")
-    def _check_keys_agree(self) -> PolicyGradientConfig:
-        """Raise ValueError if keys contradict each other, or if a key that is set has no effect."""
+    def check_keys(self) -> None:
         for check in self._checks:
             check()
         if "positive_nll_above" in self.changed and not self.positive_nll_coef:
@@ -288,7 +245,6 @@ class PolicyGradientConfig(AlgorithmConfig):
                 "correction has no effect with old_logprobs=sampler, which makes every ratio "
                 "between learner and sampler 1: set old_logprobs=learner, or remove correction"
             )
-        return self
 
     @property
     def _checks(self) -> tuple[Callable[[], None], ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny
 
 from ratchet.algorithms.config.base import AlgorithmPart
 from ratchet.config.base import Section
@@ -44,12 +44,9 @@ class PPO(PolicyLoss):
     kind: Literal["ppo"] = "ppo"
     clip_low: ClipLow = 0.2
     clip_high: ClipHigh = 0.2
-    dual_clip: float | None = Field(
-        default=None,
-        gt=1,
-        description="Dual clip: bounds the loss of a negative advantage A by -dual_clip * A "
-        "(arXiv:1912.09729); null: no bound.",
-    )
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Dual clip: bounds the loss of a negative advantage A by -dual_clip * A (arXiv:1912.09729);
+    null: no bound."""
 
 
 class Reinforce(PolicyLoss):
@@ -88,9 +85,8 @@ class CISPO(PolicyLoss):
     function: ClassVar[str] = f"{POLICY}:cispo"
 
     kind: Literal["cispo"] = "cispo"
-    clip_low: ClipLow | None = Field(
-        default=None, description="The weight is clipped below 1 - clip_low; null: no lower bound."
-    )
+    clip_low: ClipLow | None = None
+    """The weight is clipped below 1 - clip_low; null: no lower bound."""
     clip_high: ClipHigh = 2.0
 
 
@@ -100,12 +96,10 @@ class TOPR(PolicyLoss):
     function: ClassVar[str] = f"{POLICY}:topr"
 
     kind: Literal["topr"] = "topr"
-    negative_low: float = Field(
-        default=0.0, ge=0, description="Lowest weight of an answer with a negative advantage."
-    )
-    negative_high: float = Field(
-        default=1.0, gt=0, description="Highest weight of an answer with a negative advantage."
-    )
+    negative_low: float = Field(default=0.0, ge=0)
+    """Lowest weight of an answer with a negative advantage."""
+    negative_high: float = Field(default=1.0, gt=0)
+    """Highest weight of an answer with a negative advantage."""
 
 
 class GMPO(PolicyLoss):
@@ -115,12 +109,10 @@ class GMPO(PolicyLoss):
     level: ClassVar[Literal["token", "sequence"]] = "sequence"
 
     kind: Literal["gmpo"] = "gmpo"
-    clip_low: float = Field(
-        default=0.4, gt=0, description="Log-ratios are clipped below -clip_low."
-    )
-    clip_high: float = Field(
-        default=0.4, gt=0, description="Log-ratios are clipped above clip_high."
-    )
+    clip_low: float = Field(default=0.4, gt=0)
+    """Log-ratios are clipped below -clip_low."""
+    clip_high: float = Field(default=0.4, gt=0)
+    """Log-ratios are clipped above clip_high."""
 
 
 class SAPO(PolicyLoss):
@@ -129,12 +121,10 @@ class SAPO(PolicyLoss):
     function: ClassVar[str] = f"{POLICY}:sapo"
 
     kind: Literal["sapo"] = "sapo"
-    tau_pos: float = Field(
-        default=1.0, gt=0, description="Sharpness of the gate for positive advantages."
-    )
-    tau_neg: float = Field(
-        default=1.05, gt=0, description="Sharpness of the gate for negative advantages."
-    )
+    tau_pos: float = Field(default=1.0, gt=0)
+    """Sharpness of the gate for positive advantages."""
+    tau_neg: float = Field(default=1.05, gt=0)
+    """Sharpness of the gate for negative advantages."""
 
 
 class Kimi(PolicyLoss):
@@ -147,7 +137,8 @@ class Kimi(PolicyLoss):
     }
 
     kind: Literal["kimi"] = "kimi"
-    tau: float = Field(default=0.1, gt=0, description="Weight of the pull towards the old policy.")
+    tau: float = Field(default=0.1, gt=0)
+    """Weight of the pull towards the old policy."""
 
 
 CorrectionLevel = Literal["none", "token", "turn", "sequence", "geometric"]
@@ -162,31 +153,26 @@ class CorrectionConfig(AlgorithmPart):
 
     function: ClassVar[str] = "ratchet.algorithms.rollout_correction:correct"
 
-    weight: CorrectionLevel = Field(
-        default="token",
-        description="Unit that shares one importance weight. token, turn, sequence (the answer): "
-        "the product of the unit's token ratios. geometric: the answer, with the geometric mean of "
-        "its token ratios. none: no weights.",
-    )
-    weight_low: float = Field(default=0.0, ge=0, description="Lowest importance weight.")
-    weight_high: float | None = Field(
-        default=2.0, gt=0, description="Highest importance weight; null: no bound."
-    )
-    mask: CorrectionLevel = Field(
-        default="none",
-        description="Unit whose ratio is compared with mask_low and mask_high. Outside these "
-        "bounds the unit's tokens don't train. none: no mask.",
-    )
-    mask_low: float = Field(default=0.5, ge=0, description="Ratio below which tokens are masked.")
-    mask_high: float = Field(default=2.0, gt=0, description="Ratio above which tokens are masked.")
-    mask_denominator: Denominator = Field(
-        default="all",
-        description="Tokens that means over the batch count. all: masked tokens too, as in IcePop "
-        "and masked importance sampling. kept: only unmasked tokens, as in rejection sampling.",
-    )
+    weight: CorrectionLevel = "token"
+    """Unit that shares one importance weight. token, turn, sequence (the answer): the product of
+    the unit's token ratios. geometric: the answer, with the geometric mean of its token ratios.
+    none: no weights."""
+    weight_low: float = Field(default=0.0, ge=0)
+    """Lowest importance weight."""
+    weight_high: float | None = Field(default=2.0, gt=0)
+    """Highest importance weight; null: no bound."""
+    mask: CorrectionLevel = "none"
+    """Unit whose ratio is compared with mask_low and mask_high. Outside these bounds the unit's
+    tokens don't train. none: no mask."""
+    mask_low: float = Field(default=0.5, ge=0)
+    """Ratio below which tokens are masked."""
+    mask_high: float = Field(default=2.0, gt=0)
+    """Ratio above which tokens are masked."""
+    mask_denominator: Denominator = "all"
+    """Tokens that means over the batch count. all: masked tokens too, as in IcePop and masked
+    importance sampling. kept: only unmasked tokens, as in rejection sampling."""
 
-    @model_validator(mode="after")
-    def _check_keys_agree(self) -> CorrectionConfig:
+    def check_keys(self) -> None:
         if self.weight == self.mask == "none":
             raise ValueError(
                 "correction with weight=none and mask=none does nothing: set weight or mask, or "
@@ -206,7 +192,6 @@ class CorrectionConfig(AlgorithmPart):
                 raise ValueError(
                     f"{key}_low={low:g} is not below {key}_high={high:g}: lower {key}_low"
                 )
-        return self
 
 
 class StaleCorrectionConfig(CorrectionConfig):
@@ -216,56 +201,41 @@ class StaleCorrectionConfig(CorrectionConfig):
     has no upper bound.
     """
 
-    weight_high: float | None = Field(
-        default=None, gt=0, description="Highest importance weight; null: no bound."
-    )
-    mask: CorrectionLevel = Field(
-        default="token",
-        description="Unit whose ratio is compared with mask_low and mask_high. Outside these "
-        "bounds the unit's tokens don't train. none: no mask.",
-    )
-    mask_low: float = Field(default=0.0, ge=0, description="Ratio below which tokens are masked.")
-    mask_high: float = Field(default=5.0, gt=0, description="Ratio above which tokens are masked.")
+    weight_high: float | None = Field(default=None, gt=0)
+    """Highest importance weight; null: no bound."""
+    mask: CorrectionLevel = "token"
+    """Unit whose ratio is compared with mask_low and mask_high. Outside these bounds the unit's
+    tokens don't train. none: no mask."""
+    mask_low: float = Field(default=0.0, ge=0)
+    """Ratio below which tokens are masked."""
+    mask_high: float = Field(default=5.0, gt=0)
+    """Ratio above which tokens are masked."""
 
 
 class KLConfig(Section):
     """The KL penalty that keeps the policy near the reference, the model at the stage's start."""
 
-    coef: float = Field(default=0.0, ge=0, description="Weight of the penalty; 0: no penalty.")
-    objective: Literal["reverse", "forward"] = Field(
-        default="reverse", description="KL(policy || reference), or KL(reference || policy)."
-    )
-    estimator: Literal["k1", "k2", "k3"] | None = Field(
-        default=None,
-        description="Estimator of the KL (http://joschu.net/blog/kl-approx.html); null: k3 in the "
-        "loss, k1 in the reward.",
-    )
-    importance_weight: bool = Field(
-        default=True,
-        description="Multiply the penalty of a token by its importance ratio to the old policy, so "
-        "that the gradient stays right over several optimizer steps. false with "
-        "objective=forward is the penalty as GRPO was published.",
-    )
-    place: Literal["loss", "reward"] = Field(
-        default="loss",
-        description="loss: the penalty is a term of the loss. reward: it is subtracted from each "
-        "token's reward.",
-    )
-    target: float | None = Field(
-        default=None,
-        gt=0,
-        description="KL in nats per token to which coef adapts; null: coef is fixed.",
-    )
-    rate: float = Field(
-        default=0.1,
-        gt=0,
-        le=1,
-        description="Speed at which coef adapts to target: a step multiplies coef by at least "
-        "1 - 0.2 * rate and at most 1 + 0.2 * rate.",
-    )
+    coef: float = Field(default=0.0, ge=0)
+    """Weight of the penalty; 0: no penalty."""
+    objective: Literal["reverse", "forward"] = "reverse"
+    """KL(policy || reference), or KL(reference || policy)."""
+    estimator: Literal["k1", "k2", "k3"] | None = None
+    """Estimator of the KL (http://joschu.net/blog/kl-approx.html); null: k3 in the loss, k1 in the
+    reward."""
+    importance_weight: bool = True
+    """Multiply the penalty of a token by its importance ratio to the old policy, so that the
+    gradient stays right over several optimizer steps. false with objective=forward is the penalty
+    as GRPO was published."""
+    place: Literal["loss", "reward"] = "loss"
+    """loss: the penalty is a term of the loss. reward: it is subtracted from each token's
+    reward."""
+    target: float | None = Field(default=None, gt=0)
+    """KL in nats per token to which coef adapts; null: coef is fixed."""
+    rate: float = Field(default=0.1, gt=0, le=1)
+    """Speed at which coef adapts to target: a step multiplies coef by at least 1 - 0.2 * rate and
+    at most 1 + 0.2 * rate."""
 
-    @model_validator(mode="after")
-    def _check_keys_agree(self) -> KLConfig:
+    def check_keys(self) -> None:
         if self.coef == 0 and self.changed - {"coef"}:
             unread = min(self.changed - {"coef"})
             raise ValueError(f"{unread} is not read with coef=0: set coef, or remove {unread}")
@@ -296,7 +266,6 @@ class KLConfig(Section):
             )
         if self.target is None and "rate" in self.changed:
             raise ValueError("rate is not read without target: set target, or remove rate")
-        return self
 
 
 class RouterConfig(Section):
@@ -305,34 +274,24 @@ class RouterConfig(Section):
     They configure router replay, load-balancing losses and router metrics.
     """
 
-    replay: bool = Field(
-        default=False,
-        description="Router replay: the policy's learner sends each token to the experts that the "
-        "sampler chose (arXiv:2510.11370).",
-    )
-    balance_coef: float = Field(
-        default=0.0,
-        ge=0,
-        description="Weight of the load-balance loss of each sequence (arXiv:2412.19437, section "
-        "2.1.2).",
-    )
-    z_coef: float = Field(
-        default=0.0, ge=0, description="Weight of the router z-loss (arXiv:2202.08906, eq. 5)."
-    )
-    measure: bool = Field(
-        default=True,
-        description="Report the experts' loads, the routers' entropy, and the share of choices "
-        "that replay changed. Set false with learner.tensor_parallel, context_parallel or "
-        "pipeline_parallel above 1, or recompute=full: such ranks can't measure them.",
-    )
+    replay: bool = False
+    """Router replay: the policy's learner sends each token to the experts that the sampler chose
+    (arXiv:2510.11370)."""
+    balance_coef: float = Field(default=0.0, ge=0)
+    """Weight of the load-balance loss of each sequence (arXiv:2412.19437, section 2.1.2)."""
+    z_coef: float = Field(default=0.0, ge=0)
+    """Weight of the router z-loss (arXiv:2202.08906, eq. 5)."""
+    measure: bool = True
+    """Report the experts' loads, the routers' entropy, and the share of choices that replay
+    changed. Set false with learner.tensor_parallel, context_parallel or pipeline_parallel above 1,
+    or recompute=full: such ranks can't measure them."""
 
     @property
     def reads_router_outputs(self) -> bool:
         """True if metrics or loss terms read the routers' outputs."""
         return self.measure or self.balance_coef > 0 or self.z_coef > 0
 
-    @model_validator(mode="after")
-    def _check_has_effect(self) -> RouterConfig:
+    def check_keys(self) -> None:
         if not self.measure and (self.balance_coef or self.z_coef):
             raise ValueError(
                 "measure=false contradicts balance_coef and z_coef, whose losses measure the "
@@ -342,4 +301,3 @@ class RouterConfig(Section):
             raise ValueError(
                 "router neither replays nor measures anything: set replay=true, or remove router"
             )
-        return self

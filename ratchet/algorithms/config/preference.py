@@ -56,12 +56,8 @@ class DPOConfig(PreferenceConfig):
     function: ClassVar[str] = f"{LOSSES}:dpo"
 
     beta: Beta = 0.1
-    label_smoothing: float = Field(
-        default=0.0,
-        ge=0,
-        lt=0.5,
-        description="Share of pairs assumed to be in the wrong order (conservative DPO).",
-    )
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Share of pairs assumed to be in the wrong order (conservative DPO)."""
     normalize: Normalize = "sum"
 
 
@@ -83,7 +79,8 @@ class RPOConfig(PreferenceConfig):
     function: ClassVar[str] = f"{LOSSES}:rpo"
 
     beta: Beta = 0.1
-    eta: float = Field(default=1.0, gt=0, description="Factor on the difference of rewards.")
+    eta: float = Field(default=1.0, gt=0)
+    """Factor on the difference of rewards."""
     normalize: Normalize = "sum"
 
 
@@ -93,10 +90,10 @@ class SimPOConfig(PreferenceConfig):
     function: ClassVar[str] = f"{LOSSES}:simpo"
     needs_reference: ClassVar[bool] = False
 
-    beta: float = Field(default=2.0, gt=0, description="Factor on the mean log-probabilities.")
-    gamma: float = Field(
-        default=1.0, ge=0, description="Margin that the chosen answer must win by."
-    )
+    beta: float = Field(default=2.0, gt=0)
+    """Factor on the mean log-probabilities."""
+    gamma: float = Field(default=1.0, ge=0)
+    """Margin that the chosen answer must win by."""
 
 
 class ORPOConfig(PreferenceConfig):
@@ -106,9 +103,8 @@ class ORPOConfig(PreferenceConfig):
     needs_reference: ClassVar[bool] = False
 
     sft_coef: SFTCoef = 1.0
-    odds_coef: float = Field(
-        default=0.1, gt=0, description="Weight of the odds ratio loss (the paper's lambda)."
-    )
+    odds_coef: float = Field(default=0.1, gt=0)
+    """Weight of the odds ratio loss (the paper's lambda)."""
 
     @property
     def preference_coef(self) -> float:
@@ -125,9 +121,7 @@ class KTOConfig(AlgorithmConfig):
     uses_mismatched_pairs: ClassVar[bool] = True
 
     beta: Beta = 0.1
-    desirable: float = Field(
-        default=1.0, gt=0, description="Weight of good answers (reward above 0)."
-    )
-    undesirable: float = Field(
-        default=1.0, gt=0, description="Weight of bad answers (all other rewards)."
-    )
+    desirable: float = Field(default=1.0, gt=0)
+    """Weight of good answers (reward above 0)."""
+    undesirable: float = Field(default=1.0, gt=0)
+    """Weight of bad answers (all other rewards)."""

@@ -26,8 +26,6 @@ class SFTConfig(AlgorithmConfig):
     source: ClassVar[Source] = "rows"
 
     train: Train = "all"
-    weighting: Literal["token_mean", "sequence_mean"] = Field(
-        default="token_mean",
-        description="Loss aggregation over an optimizer step: every token has the same weight, or "
-        "every row has.",
-    )
+    weighting: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Loss aggregation over an optimizer step: every token has the same weight, or every row
+    has."""

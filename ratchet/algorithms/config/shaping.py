@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny
 
 from ratchet.algorithms.config.base import AlgorithmPart
 from ratchet.config.base import Section
@@ -38,23 +38,22 @@ class OverlongPenalty(ShapingPart):
     exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": LENGTH_MATTERS}
 
     kind: Literal["overlong_penalty"] = "overlong_penalty"
-    max_length: int = Field(
-        ge=1, description="Length of an answer, in tokens, from which the penalty is full."
-    )
-    buffer: int = Field(ge=1, description="Tokens before max_length over which the penalty grows.")
-    factor: float = Field(default=1.0, gt=0, description="Full penalty, at max_length and beyond.")
+    max_length: int = Field(ge=1)
+    """Length of an answer, in tokens, from which the penalty is full."""
+    buffer: int = Field(ge=1)
+    """Tokens before max_length over which the penalty grows."""
+    factor: float = Field(default=1.0, gt=0)
+    """Full penalty, at max_length and beyond."""
 
     @property
     def penalty_start(self) -> int:
         return self.max_length - self.buffer
 
-    @model_validator(mode="after")
-    def _check_buffer(self) -> OverlongPenalty:
+    def check_keys(self) -> None:
         if self.buffer > self.max_length:
             raise ValueError(
                 f"buffer={self.buffer} is more than max_length={self.max_length}: lower buffer"
             )
-        return self
 
 
 class StopProperly(ShapingPart):
@@ -66,12 +65,8 @@ class StopProperly(ShapingPart):
     }
 
     kind: Literal["stop_properly"] = "stop_properly"
-    coef: float = Field(
-        ge=0,
-        lt=1,
-        description="Share of a positive reward that a cut-off answer keeps. A negative reward "
-        "does not change.",
-    )
+    coef: float = Field(ge=0, lt=1)
+    """Share of a positive reward that a cut-off answer keeps. A negative reward does not change."""
 
 
 class LengthPenalty(ShapingPart):
@@ -81,8 +76,10 @@ class LengthPenalty(ShapingPart):
     exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": LENGTH_MATTERS}
 
     kind: Literal["length_penalty"] = "length_penalty"
-    coef: float = Field(gt=0, description="Penalty per token.")
-    free: int = Field(default=0, ge=0, description="Tokens of an answer without a penalty.")
+    coef: float = Field(gt=0)
+    """Penalty per token."""
+    free: int = Field(default=0, ge=0)
+    """Tokens of an answer without a penalty."""
 
 
 class EffortLength(ShapingPart):
@@ -92,21 +89,15 @@ class EffortLength(ShapingPart):
     exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": LENGTH_MATTERS}
 
     kind: Literal["effort_length"] = "effort_length"
-    tags: tuple[str, ...] = Field(
-        default=(), description="Tags of the tasks that it applies to; empty: all tasks."
-    )
-    max_length: int = Field(
-        ge=1, description="Length of an answer, in tokens, up to which there is a bonus."
-    )
-    bonus: float = Field(
-        default=1.0,
-        gt=0,
-        description="Share of the reward that an answer without tokens gets in addition, up to 1; "
-        "it falls linearly to 0 at max_length.",
-    )
-    penalty: float = Field(
-        default=1.0, ge=0, description="Factor of the penalty, which grows by the same slope."
-    )
+    tags: tuple[str, ...] = ()
+    """Tags of the tasks that it applies to; empty: all tasks."""
+    max_length: int = Field(ge=1)
+    """Length of an answer, in tokens, up to which there is a bonus."""
+    bonus: float = Field(default=1.0, gt=0)
+    """Share of the reward that an answer without tokens gets in addition, up to 1; it falls
+    linearly to 0 at max_length."""
+    penalty: float = Field(default=1.0, ge=0)
+    """Factor of the penalty, which grows by the same slope."""
 
 
 class ScaleRewards(ShapingPart):
@@ -115,12 +106,11 @@ class ScaleRewards(ShapingPart):
     function: ClassVar[str] = f"{SHAPING}:scale_rewards"
 
     kind: Literal["scale"] = "scale"
-    factor: float = Field(gt=0, description="Factor on all rewards, also those of turns.")
-    shift: float = Field(
-        default=0.0,
-        description="Added to the reward of each attempt after the factor. factor 2 and shift -1 "
-        "turn rewards from 0 to 1 into rewards from -1 to 1.",
-    )
+    factor: float = Field(gt=0)
+    """Factor on all rewards, also those of turns."""
+    shift: float = 0.0
+    """Added to the reward of each attempt after the factor. factor 2 and shift -1 turn rewards from
+    0 to 1 into rewards from -1 to 1."""
 
 
 class ClipRewards(ShapingPart):
@@ -129,18 +119,18 @@ class ClipRewards(ShapingPart):
     function: ClassVar[str] = f"{SHAPING}:clip_rewards"
 
     kind: Literal["clip"] = "clip"
-    low: float | None = Field(default=None, description="Lowest reward; null: no bound.")
-    high: float | None = Field(default=None, description="Highest reward; null: no bound.")
+    low: float | None = None
+    """Lowest reward; null: no bound."""
+    high: float | None = None
+    """Highest reward; null: no bound."""
 
-    @model_validator(mode="after")
-    def _check_bounds(self) -> ClipRewards:
+    def check_keys(self) -> None:
         if self.low is None and self.high is None:
             raise ValueError(
                 "clip without low and high does nothing: set low or high, or remove clip"
             )
         if self.low is not None and self.high is not None and self.low >= self.high:
             raise ValueError(f"low={self.low:g} is not below high={self.high:g}: lower low")
-        return self
 
 
 class NormaliseRewards(ShapingPart):
@@ -149,14 +139,13 @@ class NormaliseRewards(ShapingPart):
     function: ClassVar[str] = f"{SHAPING}:normalise_rewards"
 
     kind: Literal["normalise"] = "normalise"
-    over: Literal["group", "batch", "running"] = Field(
-        description="Attempts over which mean and standard deviation are taken. group: those of "
-        "the row's group. batch: those of the batch. running: those of all batches so far."
-    )
-    center: bool = Field(
-        default=True, description="Subtract the mean; false: only divide by the standard deviation."
-    )
-    epsilon: float = Field(default=1e-6, gt=0, description="Added to the standard deviation.")
+    over: Literal["group", "batch", "running"]
+    """Attempts over which mean and standard deviation are taken. group: those of the row's group.
+    batch: those of the batch. running: those of all batches so far."""
+    center: bool = True
+    """Subtract the mean; false: only divide by the standard deviation."""
+    epsilon: float = Field(default=1e-6, gt=0)
+    """Added to the standard deviation."""
 
     @property
     def reads(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -170,6 +159,5 @@ class ComponentWeights(ShapingPart):
     reads: ClassVar[frozenset[str]] = frozenset({"parts"})
 
     kind: Literal["component_weights"] = "component_weights"
-    weights: dict[str, float] = Field(
-        min_length=1, description="Weight of each part, by name; parts without a weight count as 0."
-    )
+    weights: dict[str, float] = Field(min_length=1)
+    """Weight of each part, by name; parts without a weight count as 0."""

@@ -50,21 +50,18 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model on disk.
-
-    Attributes:
-        directory: The directory of its weights.
-        format: The format of its weights, a key of READABLE_FORMATS.
-        companion_dir: The directory of its config.json and tokenizer.
-        config: The content of its config.json.
-        adapter: An adapter that is merged into its weights when they are read.
-    """
+    """A model on disk."""
 
     directory: Path
+    """The directory of its weights."""
     format: str
+    """The format of its weights, a key of READABLE_FORMATS."""
     companion_dir: Path
+    """The directory of its config.json and tokenizer."""
     config: Config
+    """The content of its config.json."""
     adapter: StoredAdapter | None = None
+    """An adapter that is merged into its weights when they are read."""
 
     @property
     def logits_format(self) -> str:

@@ -31,9 +31,9 @@ class KeyEntry:
     @property
     def description(self) -> str:
         """Return the key's description; for an inner section, the first line of its docstring."""
-        field = self.section.model_fields[self.name]
-        inner = find_section(field.annotation)
-        return field.description or (summarize(inner) if inner is not None else "")
+        inner = find_section(self.section.model_fields[self.name].annotation)
+        own_text = self.section.describe_field(self.name)
+        return own_text or (summarize(inner) if inner is not None else "")
 
     @property
     def values(self) -> str:

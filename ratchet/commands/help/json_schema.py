@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from pydantic.fields import FieldInfo
-
 from ratchet.config.base import Section
 from ratchet.config.key_paths import find_section, find_slot
 from ratchet.config.registry import DEFAULT_KIND, KINDS
@@ -65,9 +63,14 @@ def _make_section_schema(section: type[Section], definitions: dict[str, JsonSche
         schema.pop(unused, None)
     for name, field in section.model_fields.items():
         slot, inner = find_slot(field), find_section(field.annotation)
+        description = section.describe_field(name)
         if slot is not None:
-            schema["properties"][name] = _make_slot_schema(slot, field, definitions)
-        elif inner is not None and inner.__name__ not in definitions:
+            # Draft 7 ignores the keys beside $ref, so the reference is put into allOf.
+            slot_schema = _make_slot_schema(slot, definitions)
+            schema["properties"][name] = {"description": description, "allOf": [slot_schema]}
+        elif description:
+            schema["properties"][name]["description"] = description
+        if slot is None and inner is not None and inner.__name__ not in definitions:
             definitions[inner.__name__] = {}  # a section may contain its own class
             definitions[inner.__name__] |= _make_section_schema(inner, definitions)
     for key in schema["properties"].values():
@@ -75,9 +78,7 @@ def _make_section_schema(section: type[Section], definitions: dict[str, JsonSche
     return schema
 
 
-def _make_slot_schema(
-    slot: Slot, field: FieldInfo, definitions: dict[str, JsonSchema]
-) -> JsonSchema:
+def _make_slot_schema(slot: Slot, definitions: dict[str, JsonSchema]) -> JsonSchema:
     """Return the schema of a field whose section is chosen by `kind`."""
     schema: JsonSchema = {"$ref": REFERENCE.format(model=slot.name)}
     if slot.name not in definitions:
@@ -85,10 +86,7 @@ def _make_slot_schema(
         definitions[slot.name] |= _make_kinds_schema(slot.name, definitions)
     if slot.is_list:
         schema = {"type": "array", "items": schema}
-    if slot.is_optional:
-        schema = {"anyOf": [schema, {"type": "null"}]}
-    # Draft 7 ignores the keys beside $ref, so the reference is put into allOf.
-    return {"description": field.description or "", "allOf": [schema]}
+    return {"anyOf": [schema, {"type": "null"}]} if slot.is_optional else schema
 
 
 def _make_kinds_schema(slot: str, definitions: dict[str, JsonSchema]) -> JsonSchema:

@@ -47,21 +47,18 @@ class UnreadableOverride(ValueError):
 
 @dataclass
 class Script:
-    """The overrides of a script.
-
-    Attributes:
-        nested: The values, as nested sections.
-        unresolved: The overrides that can't be read: key -> text and reason.
-        repeated: The overrides that a later override replaced: key -> replaced value as text.
-        variables: The script's own shell variables.
-        undotted: Overrides whose key has no dot; such a key may choose a config file of Hydra.
-    """
+    """The overrides of a script."""
 
     nested: dict[str, Any] = field(default_factory=dict)
+    """The values, as nested sections."""
     unresolved: dict[str, str] = field(default_factory=dict)
+    """The overrides that can't be read: key -> text and reason."""
     repeated: dict[str, str] = field(default_factory=dict)
+    """The overrides that a later override replaced: key -> replaced value as text."""
     variables: Variables = field(default_factory=Variables)
+    """The script's own shell variables."""
     undotted: dict[str, str] = field(default_factory=dict)
+    """Overrides whose key has no dot; such a key may choose a config file of Hydra."""
 
     _has_command: bool = False
     _array_keys: set[str] = field(default_factory=set)  # keys whose value stands in an array

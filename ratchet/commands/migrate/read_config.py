@@ -35,20 +35,16 @@ TOO_LONG = (
 
 @dataclass
 class FlatConfig:
-    """The configuration of another library.
-
-    Attributes:
-        values: The values by dotted key; a list is one value.
-        unresolved: The keys that could not be resolved: key -> text and reason.
-        path: The config file.
-        repeated: Overrides that a later override in the script replaced: key -> replaced value as
-            text.
-    """
+    """The configuration of another library."""
 
     values: dict[str, Any]
+    """The values by dotted key; a list is one value."""
     unresolved: dict[str, str] = field(default_factory=dict)
+    """The keys that could not be resolved: key -> text and reason."""
     repeated: dict[str, str] = field(default_factory=dict)
+    """Overrides that a later override in the script replaced: key -> replaced value as text."""
     path: Path | None = None
+    """The config file."""
 
 
 def read_source(path: Path, dialect: Dialect = "omegaconf") -> FlatConfig:

@@ -22,19 +22,16 @@ ABSENT: Any = object()  # marks a row without a default, or without a value for 
 
 @dataclass(frozen=True)
 class PeerConfig:
-    """A peer's configuration, flat, by dotted key.
-
-    Attributes:
-        values: The values in the file.
-        defaults: The peer's own defaults.
-        read_keys: The keys that conversions have read.
-        path: The config file; None if the values come from none.
-    """
+    """A peer's configuration, flat, by dotted key."""
 
     values: Mapping[str, Any]
+    """The values in the file."""
     defaults: Mapping[str, Any]
+    """The peer's own defaults."""
     read_keys: set[str] = field(default_factory=set)
+    """The keys that conversions have read."""
     path: Path | None = None
+    """The config file; None if the values come from none."""
 
     def find_file(self, name: str) -> Path | None:
         """Return a file that the config names, from one of the directories above the config."""
@@ -96,43 +93,37 @@ Conversion = Callable[[Any, PeerConfig], Any]
 
 @dataclass(frozen=True, slots=True)
 class KeyRow:
-    """A key of a peer.
-
-    Attributes:
-        peer_key: The peer's dotted key; `*` in it matches any characters.
-        recipe_key: The key of the recipe, or several keys with commas; "" if there is none.
-        note: How the meaning differs; without `recipe_key`, why there is no counterpart, or what
-            to set instead.
-        convert: A function that returns the value of `recipe_key`, or `Values`, `Dropped` or
-            `Inert`; None copies the value.
-        covered_by: Another key of the peer, whose conversion also uses this key's value. `convert`
-            then only tells whether the value has no effect.
-        default: The peer's default, if it differs from Ratchet's.
-        null: The value of `recipe_key` if the peer's value is null; ABSENT: null sets nothing.
-        inert: True if the missing counterpart changes no training result.
-    """
+    """A key of a peer."""
 
     peer_key: str
+    """The peer's dotted key; `*` in it matches any characters."""
     recipe_key: str = ""
+    """The key of the recipe, or several keys with commas; "" if there is none."""
     note: str = ""
+    """How the meaning differs; without `recipe_key`, why there is no counterpart, or what to set
+    instead."""
     convert: Conversion | None = None
+    """A function that returns the value of `recipe_key`, or `Values`, `Dropped` or `Inert`; None
+    copies the value."""
     covered_by: str = ""
+    """Another key of the peer, whose conversion also uses this key's value. `convert` then only
+    tells whether the value has no effect."""
     default: Any = ABSENT
+    """The peer's default, if it differs from Ratchet's."""
     null: Any = ABSENT
+    """The value of `recipe_key` if the peer's value is null; ABSENT: null sets nothing."""
     inert: bool = False
+    """True if the missing counterpart changes no training result."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A training method of a peer.
-
-    Attributes:
-        fixed: Keys and values of every recipe for this method, unless a row overrides them.
-        rows: The keys that a configuration of this method may have.
-    """
+    """A training method of a peer."""
 
     fixed: Mapping[str, Any]
+    """Keys and values of every recipe for this method, unless a row overrides them."""
     rows: tuple[KeyRow, ...]
+    """The keys that a configuration of this method may have."""
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -167,32 +158,29 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A library whose configurations are imported.
-
-    Attributes:
-        name: The library's name on the command line.
-        title: The library's name in messages.
-        version: The version of the library that has these keys and defaults.
-        marks: Keys, or prefixes of keys, by which a configuration of this peer is recognised.
-        detect_method: A function that returns the name of a configuration's method; "" if the
-            method can't be detected.
-        methods: The methods by name.
-        explain_unsupported_task: A function that returns why a task is not converted, and what to
-            do instead; None if the task is converted. None in its place: all tasks are converted.
-        dialect: The YAML dialect of the library's files.
-        keep_used: A function that returns the values without definitions that the file does not
-            use; None: all count.
-    """
+    """A library whose configurations are imported."""
 
     name: str
+    """The library's name on the command line."""
     title: str
+    """The library's name in messages."""
     version: str
+    """The version of the library that has these keys and defaults."""
     marks: tuple[str, ...]
+    """Keys, or prefixes of keys, by which a configuration of this peer is recognised."""
     detect_method: Callable[[Mapping[str, Any]], str]
+    """A function that returns the name of a configuration's method; "" if the method can't be
+    detected."""
     methods: Mapping[str, Method]
+    """The methods by name."""
     explain_unsupported_task: Callable[[Mapping[str, Any]], str | None] | None = None
+    """A function that returns why a task is not converted, and what to do instead; None if the task
+    is converted. None in its place: all tasks are converted."""
     dialect: Dialect = "omegaconf"
+    """The YAML dialect of the library's files."""
     keep_used: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    """A function that returns the values without definitions that the file does not use; None: all
+    count."""
 
     def count_marks(self, values: Mapping[str, Any]) -> int:
         """Return how many of the peer's marks a configuration has."""

@@ -56,15 +56,12 @@ def _contains(content: Any, hidden: Any) -> bool:
 
 @dataclass
 class ConversionLog:
-    """A log of the conversions that set a key of the recipe, to run them again.
-
-    Attributes:
-        conversion_by_key: Each conversion and the value that it converted, by the converted key.
-        readers_by_key: For each key, the converted keys whose conversions read it.
-    """
+    """A log of the conversions that set a key of the recipe, to run them again."""
 
     conversion_by_key: dict[str, tuple[Conversion, Any]] = field(default_factory=dict)
+    """Each conversion and the value that it converted, by the converted key."""
     readers_by_key: dict[str, list[str]] = field(default_factory=dict)
+    """For each key, the converted keys whose conversions read it."""
 
     def add(self, converted_key: str, convert: Conversion, value: Any, read_keys: set[str]) -> None:
         """Add a conversion of `converted_key` that read the keys `read_keys`."""

@@ -183,21 +183,18 @@ fi
 
 @dataclass(frozen=True)
 class RecipeRequest:
-    """The options of a new recipe for a file and a model.
-
-    Attributes:
-        like: An algorithm's kind, or the name of a recipe that comes with Ratchet.
-        data: A file, pattern, directory or address.
-        model: A Hugging Face directory, or a Hub id.
-        reward: A kind of reward, `module:function`, or `file.py:function`; None: no reward.
-        teacher: The model directory that a distillation learns from.
-    """
+    """The options of a new recipe for a file and a model."""
 
     like: str
+    """An algorithm's kind, or the name of a recipe that comes with Ratchet."""
     data: str
+    """A file, pattern, directory or address."""
     model: str
+    """A Hugging Face directory, or a Hub id."""
     reward: str | None = None
+    """A kind of reward, `module:function`, or `file.py:function`; None: no reward."""
     teacher: str | None = None
+    """The model directory that a distillation learns from."""
 
 
 def _make_module_name(name: str) -> str:
@@ -281,24 +278,21 @@ KINDS: Mapping[str, Callable[[str], tuple[Mapping[str, str], str]]] = {
 }
 
 
-def scaffold(kind: str, name: str, directory: Path = Path()) -> tuple[list[Path], str]:
+def scaffold(kind: str, name: str) -> tuple[list[Path], str]:
     """Write the starter files of a kind; return their paths and the command to run next.
 
     Raises ConfigError if the name is invalid or a file exists already. Then nothing is written.
     """
     files, command = KINDS[kind](name)
-    return _write(files, directory), command
+    return _write(files), command
 
 
-def scaffold_recipe(
-    name: str | None, request: RecipeRequest, directory: Path = Path()
-) -> tuple[list[Path], str]:
+def scaffold_recipe(name: str | None, request: RecipeRequest) -> tuple[list[Path], str]:
     """Write a recipe for a file and a model; return its path and the command to run next.
 
     Args:
         name: The name of the recipe; None: the value of `request.like`.
         request: The options of the recipe.
-        directory: The directory of the file.
 
     Raises ConfigError or DataError, and then nothing is written.
     """
@@ -306,24 +300,23 @@ def scaffold_recipe(
 
     name = name or request.like.removesuffix(".yaml")
     _check_recipe_name(name)
-    files = {f"{name}.yaml": ""}
-    _refuse_existing(files, directory)
+    _refuse_existing([f"{name}.yaml"])
     files = {f"{name}.yaml": write_recipe(name, request)}
-    return _write(files, directory), f"ratchet check {name}.yaml && ratchet train {name}.yaml"
+    return _write(files), f"ratchet check {name}.yaml && ratchet train {name}.yaml"
 
 
-def _refuse_existing(files: Iterable[str], directory: Path) -> None:
-    for path in (directory / file for file in files):
-        if path.exists():
-            raise ConfigError(f"{path} exists already and is not replaced: choose another name")
+def _refuse_existing(files: Iterable[str]) -> None:
+    for file in files:
+        if Path(file).exists():
+            raise ConfigError(f"{file} exists already and is not replaced: choose another name")
 
 
-def _write(files: Mapping[str, str], directory: Path) -> list[Path]:
-    _refuse_existing(files, directory)
+def _write(files: Mapping[str, str]) -> list[Path]:
+    _refuse_existing(files)
     paths: list[Path] = []
     try:
         for file, text in files.items():
-            path = directory / file
+            path = Path(file)
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_path(path) as draft:
                 draft.write_text(text, encoding="utf-8")

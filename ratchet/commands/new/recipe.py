@@ -62,16 +62,13 @@ MAX_ANSWER_TOKENS = 512  # limit of an answer, even if the model's context is lo
 
 @dataclass(frozen=True)
 class _Model:
-    """The properties of a model. All are None if the model is not in a local directory.
-
-    Attributes:
-        n_parameters: The number of parameters; also None without safetensors files.
-        max_context: The maximum number of tokens; also None if config.json does not give it.
-    """
+    """The properties of a model. All are None if the model is not in a local directory."""
 
     tokenizer: Tokenizer | None = None
     n_parameters: float | None = None
+    """The number of parameters; also None without safetensors files."""
     max_context: int | None = None
+    """The maximum number of tokens; also None if config.json does not give it."""
 
     @property
     def has_template(self) -> bool:

@@ -33,33 +33,28 @@ class StageProbe:
     """The measurement of a stage.
 
     Times are medians over the steps without the first, which is warm-up.
-
-    Attributes:
-        steps: The number of steps that ran.
-        seconds_by_phase: The time of a step; "rest" is the time outside TIMED_PHASES.
-        processor_s: The processor time of a step over all threads.
-        record_bytes_per_step: The bytes that the record kept in memory for each step.
-        max_buffered_steps: The maximum number of steps that the record kept in memory.
     """
 
     steps: int
+    """The number of steps that ran."""
     seconds_by_phase: Mapping[str, float]
+    """The time of a step; "rest" is the time outside TIMED_PHASES."""
     processor_s: float
+    """The processor time of a step over all threads."""
     record_bytes_per_step: float
+    """The bytes that the record kept in memory for each step."""
     max_buffered_steps: int
+    """The maximum number of steps that the record kept in memory."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The measurement of a run.
-
-    Attributes:
-        stages: The measurement of each stage.
-        peak_bytes: The peak memory of the process in bytes.
-    """
+    """The measurement of a run."""
 
     stages: tuple[StageProbe, ...]
+    """The measurement of each stage."""
     peak_bytes: int
+    """The peak memory of the process in bytes."""
 
 
 def probe(config: RunConfig, *, limit_s: float) -> Probe:

@@ -45,25 +45,22 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PushedModel:
-    """The facts that a model card states.
-
-    Attributes:
-        name: The repository, USER/NAME.
-        run: The directory of the run.
-        step: The step of the checkpoint; None for the finished model.
-        base_model: The Hub id of the model that the run started from; None if it has none.
-        datasets: The Hub ids of its datasets.
-        is_adapter: True if only the LoRA adapter is uploaded.
-        is_language_model: False for a model with a scalar head, such as a reward model.
-    """
+    """The facts that a model card states."""
 
     name: str
+    """The repository, USER/NAME."""
     run: Path
+    """The directory of the run."""
     step: int | None
+    """The step of the checkpoint; None for the finished model."""
     base_model: str | None = None
+    """The Hub id of the model that the run started from; None if it has none."""
     datasets: tuple[str, ...] = ()
+    """The Hub ids of its datasets."""
     is_adapter: bool = False
+    """True if only the LoRA adapter is uploaded."""
     is_language_model: bool = True
+    """False for a model with a scalar head, such as a reward model."""
 
 
 def make_model_card(model: PushedModel) -> str:

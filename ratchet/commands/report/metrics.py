@@ -27,15 +27,12 @@ TIMES = ("time/step_s", "time/processor_s")
 
 
 class MetricsPart(NamedTuple):
-    """The metrics of consecutive steps.
-
-    Attributes:
-        columns: One column for each metric and for "step"; NaN if a step lacks the metric.
-        has_more: True if further steps exist.
-    """
+    """The metrics of consecutive steps."""
 
     columns: dict[str, NDArray[np.float64]]
+    """One column for each metric and for "step"; NaN if a step lacks the metric."""
     has_more: bool
+    """True if further steps exist."""
 
 
 class MetricsFile:

@@ -9,16 +9,13 @@ Key = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """A conflict between keys of a recipe, which becomes an error for the user.
-
-    Attributes:
-        keys: The keys whose change can fix the conflict, the likeliest first. The error names the
-            line of the first key that the recipe sets.
-        message: The text of the error, with the smallest fix.
-    """
+    """A conflict between keys of a recipe, which becomes an error for the user."""
 
     keys: tuple[Key, ...]
+    """The keys whose change can fix the conflict, the likeliest first. The error names the line of
+    the first key that the recipe sets."""
     message: str
+    """The text of the error, with the smallest fix."""
 
 
 def clash(message: str, *keys: str) -> Conflict:

@@ -22,15 +22,11 @@ PRIVATE_CODE_POINTS = range(0xF0000, 0xFFFFE)
 
 
 class Piece(NamedTuple):
-    """A piece of text that is tokenized by itself.
-
-    Attributes:
-        turn: The index of the assistant message that the text belongs to; None for the template's
-            text.
-    """
+    """A piece of text that is tokenized by itself."""
 
     text: str
     turn: int | None = None
+    """The index of the assistant message that the text belongs to; None for the template's text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +34,20 @@ class TurnShape:
     """The text that a template puts around the assistant's text.
 
     A rendered turn is: prompt, generated lead, text, end, rest.
-
-    Attributes:
-        generated_lead: Text after the prompt that the model has to write (Mistral's space, Qwen3's
-            empty reasoning).
-        prefill: The beginning of the answer that the prompt already contains (DeepSeek-R1's
-            <think>). Either `generated_lead` or `prefill` is empty.
-        end: Text up to and including the token `end_id`.
-        rest: Text that the template adds after the turn.
-        end_id: Id of the token that ends the turn; None if the template has no such token.
     """
 
     generated_lead: str
+    """Text after the prompt that the model has to write (Mistral's space, Qwen3's empty
+    reasoning)."""
     prefill: str
+    """The beginning of the answer that the prompt already contains (DeepSeek-R1's <think>). Either
+    `generated_lead` or `prefill` is empty."""
     end: str
+    """Text up to and including the token `end_id`."""
     rest: str
+    """Text that the template adds after the turn."""
     end_id: int | None
+    """Id of the token that ends the turn; None if the template has no such token."""
 
 
 def find_turn_shape(template: ChatTemplate, tokenizer: Tokenizer) -> TurnShape:

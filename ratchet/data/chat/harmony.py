@@ -25,18 +25,15 @@ FUNCTIONS = "functions."  # the beginning of a recipient that is a tool of the e
 
 
 class HarmonyMessage(NamedTuple):
-    """A message within a turn.
-
-    Attributes:
-        channel: "analysis", "commentary", "final", or "" if the header names none.
-        recipient: The tool that the message calls; "" for none.
-        is_complete: False if the text ended within the header.
-    """
+    """A message within a turn."""
 
     channel: str
+    """"analysis", "commentary", "final", or "" if the header names none."""
     recipient: str
+    """The tool that the message calls; "" for none."""
     text: str
     is_complete: bool = True
+    """False if the text ended within the header."""
 
 
 def is_harmony(template: str) -> bool:

@@ -16,14 +16,11 @@ from ratchet.types import Message
 
 
 class Segment(NamedTuple):
-    """A part of an assistant's turn.
-
-    Attributes:
-        is_inline: True if the environment wrote it.
-    """
+    """A part of an assistant's turn."""
 
     text: str
     is_inline: bool
+    """True if the environment wrote it."""
 
 
 def merge_inline(

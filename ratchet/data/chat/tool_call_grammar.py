@@ -21,22 +21,19 @@ ANY_OBJECT = {"type": "object"}
 
 @dataclass(frozen=True)
 class CallRules:
-    """The rules of a turn that may call tools.
-
-    Attributes:
-        tools: The tools, as chat templates read them.
-        strict_names: Names of the tools whose arguments follow their schemas. The arguments of
-            other tools may be any JSON object.
-        is_forced: True if the turn consists of calls; False if it is text that may have calls.
-        forced_name: The name of the tool that the only call of a forced turn calls; None: any.
-        answer_schema: The JSON schema of a turn that calls no tool; None: it is any text.
-    """
+    """The rules of a turn that may call tools."""
 
     tools: Sequence[Mapping[str, Any]]
+    """The tools, as chat templates read them."""
     strict_names: Collection[str] = ()
+    """Names of the tools whose arguments follow their schemas. The arguments of other tools may be
+    any JSON object."""
     is_forced: bool = False
+    """True if the turn consists of calls; False if it is text that may have calls."""
     forced_name: str | None = None
+    """The name of the tool that the only call of a forced turn calls; None: any."""
     answer_schema: Mapping[str, Any] | None = None
+    """The JSON schema of a turn that calls no tool; None: it is any text."""
 
 
 def make_call_grammar(rules: CallRules, tool_format: ToolFormat, tokenizer: Tokenizer) -> str:

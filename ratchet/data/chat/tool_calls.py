@@ -36,33 +36,27 @@ CallParser = Callable[[str, Tools], tuple[str, list[Call | None]]]
 
 
 class ParsedCalls(NamedTuple):
-    """The tool calls of a text.
-
-    Attributes:
-        content: The text without its calls; the whole text if a call is malformed.
-        calls: The calls; empty if one is malformed.
-        malformed: Number of malformed calls.
-    """
+    """The tool calls of a text."""
 
     content: str
+    """The text without its calls; the whole text if a call is malformed."""
     calls: tuple[Call, ...] = ()
+    """The calls; empty if one is malformed."""
     malformed: int = 0
+    """Number of malformed calls."""
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """The format in which a model family writes tool calls.
-
-    Attributes:
-        parser: Function that parses the calls in a text.
-        marks: Strings that identify the family, in its chat template or its special tokens.
-        call_id: Template of a call's id, formatted with the call's number and the tool's `name`.
-    """
+    """The format in which a model family writes tool calls."""
 
     name: str
     parser: CallParser
+    """Function that parses the calls in a text."""
     marks: tuple[str, ...]
+    """Strings that identify the family, in its chat template or its special tokens."""
     call_id: str = "call_{}"
+    """Template of a call's id, formatted with the call's number and the tool's `name`."""
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedCalls:
         """Parse the calls in a text. Its reasoning is not parsed, and stays in the content.

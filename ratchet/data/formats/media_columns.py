@@ -109,14 +109,11 @@ def read_column(kind: MediaKind, value: Any, where: str) -> list[Part]:
 
 @dataclass(frozen=True, slots=True)
 class MediaPlacer:
-    """Puts the media of rows into messages, and checks their paths and sizes.
-
-    Attributes:
-        root: Directory or store that paths are relative to and may not leave; None: rows may not
-            name paths.
-    """
+    """Puts the media of rows into messages, and checks their paths and sizes."""
 
     root: Path | str | None
+    """Directory or store that paths are relative to and may not leave; None: rows may not name
+    paths."""
     limits: MediaLimits
 
     def place(

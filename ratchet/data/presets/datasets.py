@@ -25,42 +25,39 @@ F1_REWARD = {"kind": "similarity", "measure": "bag", "ignore_case": True}
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A published dataset: its location, columns and reward.
-
-    Args:
-        hub: Id of the dataset on the Hugging Face Hub.
-        columns: Maps each usual name (docs/data.md) to the dataset's column name. Dots reach nested
-            values.
-        subset: Configuration of the dataset on the Hub.
-        train: Name of the training split; "" if there is none.
-        test: Name of the test split; "" if there is none.
-        prompt: Template of the prompt over the columns; "" if a column is the prompt.
-        answer_after: Marker before the answer in the answer's column.
-        keep: Filters of the rows, as in a recipe.
-        distinct: True to keep one row for each prompt, because the dataset repeats prompts.
-        trees: True if the rows are messages of conversation trees.
-        convert_row: Function that converts a row before the other fields apply.
-        tag: Column that names a row's domain.
-        data_kinds: Kinds of training data that the dataset offers.
-        reward: Kind or section of the reward; "" if no reward can judge the answers.
-        description: A short description.
-    """
+    """A published dataset: its location, columns and reward."""
 
     hub: str
+    """Id of the dataset on the Hugging Face Hub."""
     columns: Mapping[str, str]
+    """Maps each usual name (docs/data.md) to the dataset's column name. Dots reach nested
+    values."""
     subset: str | None = None
+    """Configuration of the dataset on the Hub."""
     train: str = "train"
+    """Name of the training split; "" if there is none."""
     test: str = ""
+    """Name of the test split; "" if there is none."""
     prompt: str = ""
+    """Template of the prompt over the columns; "" if a column is the prompt."""
     answer_after: str = ""
+    """Marker before the answer in the answer's column."""
     keep: tuple[Mapping[str, Any], ...] = ()
+    """Filters of the rows, as in a recipe."""
     distinct: bool = False
+    """True to keep one row for each prompt, because the dataset repeats prompts."""
     trees: bool = False
+    """True if the rows are messages of conversation trees."""
     convert_row: RowConverter | None = None
+    """Function that converts a row before the other fields apply."""
     tag: str = ""
+    """Column that names a row's domain."""
     data_kinds: frozenset[str] = ROWS_AND_ROLLOUTS
+    """Kinds of training data that the dataset offers."""
     reward: str | Mapping[str, Any] = ""
+    """Kind or section of the reward; "" if no reward can judge the answers."""
     description: str = field(default="", compare=False)
+    """A short description."""
 
 
 PRESETS: Mapping[str, Preset] = {

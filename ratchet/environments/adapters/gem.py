@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.resolve import import_object
 from ratchet.environments.adapters.reset_step import (
@@ -30,34 +30,22 @@ class GemConfig(ResetStepConfig):
 
     builds: ClassVar[str] = "ratchet.environments.adapters.gem:GemEnvironment"
 
-    id: str | None = Field(
-        None,
-        min_length=1,
-        description='Id for gem.make: "game:GuessTheNumber-v0-easy"; null: set path.',
-    )
-    path: str | None = Field(
-        None,
-        pattern=r"^[\w.]+:\w+$",
-        description="Import path of a class, instead of an id: my_pkg.my_mod:MyEnvironment; null: "
-        "set id.",
-    )
-    kwargs: dict[str, Any] = Field(
-        {}, description="Keyword arguments of gem.make, or of the class."
-    )
-    wrappers: tuple[str, ...] = Field(
-        (),
-        description="Import paths of functions (or wrapper classes) that wrap the environment, the "
-        "innermost first, such as one that returns gem's ToolEnvWrapper.",
-    )
+    id: str | None = Field(None, min_length=1)
+    """Id for gem.make: "game:GuessTheNumber-v0-easy"; null: set path."""
+    path: str | None = Field(None, pattern=r"^[\w.]+:\w+$")
+    """Import path of a class, instead of an id: my_pkg.my_mod:MyEnvironment; null: set id."""
+    kwargs: dict[str, Any] = Field({})
+    """Keyword arguments of gem.make, or of the class."""
+    wrappers: tuple[str, ...] = ()
+    """Import paths of functions (or wrapper classes) that wrap the environment, the innermost
+    first, such as one that returns gem's ToolEnvWrapper."""
 
-    @model_validator(mode="after")
-    def _check_id_or_path(self) -> GemConfig:
+    def check_keys(self) -> None:
         if (self.id is None) == (self.path is None):
             raise ValueError(
                 f"id={self.id} and path={self.path}: set either id (of a gem environment) or path "
                 "(of a class)"
             )
-        return self
 
 
 class GemEnvironment(ResetStepEnvironment):

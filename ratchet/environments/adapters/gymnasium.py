@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.environments.adapters.reset_step import (
     Observation,
@@ -22,34 +22,22 @@ class GymnasiumConfig(ResetStepConfig):
 
     builds: ClassVar[str] = "ratchet.environments.adapters.gymnasium:GymnasiumEnvironment"
 
-    id: str = Field(
-        min_length=1,
-        description='Id for gymnasium.make: "FrozenLake-v1", or "my_pkg.my_mod:Maze-v0".',
-    )
-    kwargs: dict[str, Any] = Field({}, description="Further keyword arguments of gymnasium.make.")
-    actions: tuple[str, ...] = Field(
-        (),
-        description="Words for the actions of a Discrete space, in order; empty: the actions are "
-        "numbers.",
-    )
-    prompt: str = Field(
-        "{observation}",
-        description="First message, with {observation} or {screen} (the result of render).",
-    )
-    reply: str = Field(
-        "{observation}",
-        description="Further messages, with {observation} or {screen}.",
-    )
-    uses_global_random: bool = Field(
-        False,
-        description="True for an environment that uses the global generator of Python's random or "
-        "of numpy. Its calls then run one at a time, and the generator's state is saved between "
-        "them. False: calls run concurrently in threads. Gymnasium's own environments "
-        "never use it.",
-    )
+    id: str = Field(min_length=1)
+    """Id for gymnasium.make: "FrozenLake-v1", or "my_pkg.my_mod:Maze-v0"."""
+    kwargs: dict[str, Any] = Field({})
+    """Further keyword arguments of gymnasium.make."""
+    actions: tuple[str, ...] = ()
+    """Words for the actions of a Discrete space, in order; empty: the actions are numbers."""
+    prompt: str = "{observation}"
+    """First message, with {observation} or {screen} (the result of render)."""
+    reply: str = "{observation}"
+    """Further messages, with {observation} or {screen}."""
+    uses_global_random: bool = False
+    """True for an environment that uses the global generator of Python's random or of numpy. Its
+    calls then run one at a time, and the generator's state is saved between them. False: calls run
+    concurrently in threads. Gymnasium's own environments never use it."""
 
-    @model_validator(mode="after")
-    def _check_templates_and_actions(self) -> GymnasiumConfig:
+    def check_keys(self) -> None:
         for name in ("prompt", "reply"):
             text = getattr(self, name)
             if "{observation}" not in text and "{screen}" not in text:
@@ -61,7 +49,6 @@ class GymnasiumConfig(ResetStepConfig):
             raise ValueError(
                 "actions repeat a word (case is ignored): give each action another word"
             )
-        return self
 
 
 class GymnasiumEnvironment(ResetStepEnvironment):

@@ -27,19 +27,16 @@ class ResetStepConfig(EnvironmentConfig):
 
     data_kinds: ClassVar[frozenset[str]] = frozenset({"rollouts"})
 
-    test_tasks: int = Field(
-        100, ge=1, description="Number of test tasks. Their seeds count from 0."
-    )
-    max_turns: int = Field(100, ge=1, description="Number of turns after which an episode ends.")
-    replayable: bool = Field(
-        True, description="True if the same seed and the same actions give the same episode."
-    )
-    uses_global_random: bool = Field(
-        True,
-        description="True for an environment that uses the global generator of Python's random or "
-        "of numpy. Its calls then run one at a time, and the generator's state is saved between "
-        "them. False: calls run concurrently in threads.",
-    )
+    test_tasks: int = Field(100, ge=1)
+    """Number of test tasks. Their seeds count from 0."""
+    max_turns: int = Field(100, ge=1)
+    """Number of turns after which an episode ends."""
+    replayable: bool = True
+    """True if the same seed and the same actions give the same episode."""
+    uses_global_random: bool = True
+    """True for an environment that uses the global generator of Python's random or of numpy. Its
+    calls then run one at a time, and the generator's state is saved between them. False: calls run
+    concurrently in threads."""
 
 
 T = TypeVar("T")
@@ -47,15 +44,12 @@ GLOBAL_RANDOM_LOCK = threading.Lock()
 
 
 class Observation(NamedTuple):
-    """An observation after a reset or a step.
-
-    Attributes:
-        text: The message to the policy.
-        state: A key of the environment's state, which becomes the next step's `state_key`.
-    """
+    """An observation after a reset or a step."""
 
     text: str
+    """The message to the policy."""
     state: str
+    """A key of the environment's state, which becomes the next step's `state_key`."""
     reward: float = 0.0
     done: bool = False
     metrics: Mapping[str, float] = {}

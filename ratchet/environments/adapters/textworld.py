@@ -35,12 +35,14 @@ class TextWorldConfig(EnvironmentConfig):
     builds: ClassVar[str] = "ratchet.environments.adapters.textworld:TextWorld"
     data_kinds: ClassVar[frozenset[str]] = frozenset({"rollouts"})
 
-    train: tuple[str, ...] = Field(
-        (), description="Games: files (.z8, .ulx), patterns, or directories of games."
-    )
-    test: tuple[str, ...] = Field((), description="Games of the test split.")
-    commands: bool = Field(True, description="List the possible commands in each observation.")
-    max_turns: int = Field(50, ge=1, description="Number of commands after which a game ends.")
+    train: tuple[str, ...] = ()
+    """Games: files (.z8, .ulx), patterns, or directories of games."""
+    test: tuple[str, ...] = ()
+    """Games of the test split."""
+    commands: bool = True
+    """List the possible commands in each observation."""
+    max_turns: int = Field(50, ge=1)
+    """Number of commands after which a game ends."""
 
     @field_validator("train", "test", mode="before", json_schema_input_type=str | tuple[str, ...])
     @classmethod

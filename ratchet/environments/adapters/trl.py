@@ -44,30 +44,25 @@ class TRLEnvironmentConfig(EnvironmentConfig):
     builds: ClassVar[str] = "ratchet.environments.adapters.trl:TRLEnvironment"
     data_kinds: ClassVar[frozenset[str]] = frozenset({"rollouts"})
 
-    factory: str | dict[str, str] = Field(
-        description="The class, or a function that returns an instance: my_pkg.module:Name, or "
-        "path/file.py:Name. A mapping names one for each value of the rows' column `environment`."
-    )
-    problems: Annotated[SerializeAsAny[Section] | None, Slot("problems", is_optional=True)] = Field(
-        None,
-        description="Single-turn environment that provides the rows passed to `reset`; null: "
-        "there are no rows, and `reset` returns the prompt.",
-    )
-    tools: Tools = Field((), description="Further tools, besides the methods.")
-    reward_funcs: tuple[str, ...] = Field(
-        (), description="Reward functions of TRL that read `environments`."
-    )
-    max_calling_turns: int | None = Field(
-        None,
-        gt=0,
-        description="Maximum number of turns with calls (TRL's max_tool_calling_iterations); the "
-        "attempt ends with the next call. Null: no limit.",
-    )
-    timeout_s: float = Field(30.0, gt=0, description="Wall time of one call, in seconds.")
-    test_tasks: int = Field(100, ge=1, description="Number of test tasks if problems is null.")
-    replayable: bool = Field(
-        True, description="True if the same row and the same messages give the same episode."
-    )
+    factory: str | dict[str, str]
+    """The class, or a function that returns an instance: my_pkg.module:Name, or path/file.py:Name.
+    A mapping names one for each value of the rows' column `environment`."""
+    problems: Annotated[SerializeAsAny[Section] | None, Slot("problems", is_optional=True)] = None
+    """Single-turn environment that provides the rows passed to `reset`; null: there are no rows,
+    and `reset` returns the prompt."""
+    tools: Tools = ()
+    """Further tools, besides the methods."""
+    reward_funcs: tuple[str, ...] = ()
+    """Reward functions of TRL that read `environments`."""
+    max_calling_turns: int | None = Field(None, gt=0)
+    """Maximum number of turns with calls (TRL's max_tool_calling_iterations); the attempt ends with
+    the next call. Null: no limit."""
+    timeout_s: float = Field(30.0, gt=0)
+    """Wall time of one call, in seconds."""
+    test_tasks: int = Field(100, ge=1)
+    """Number of test tasks if problems is null."""
+    replayable: bool = True
+    """True if the same row and the same messages give the same episode."""
 
     @field_validator("factory")
     @classmethod

@@ -39,31 +39,21 @@ class VerifiersConfig(EnvironmentConfig):
     builds: ClassVar[str] = "ratchet.environments.adapters.verifiers:VerifiersEnvironment"
     data_kinds: ClassVar[frozenset[str]] = frozenset({"rollouts"})
 
-    taskset: str = Field(
-        min_length=1,
-        description="Id of the taskset: the name of a package that exports it, or of a built-in "
-        "taskset.",
-    )
-    options: dict[str, Any] = Field({}, description="Further keys of the taskset's own config.")
-    env: dict[str, Any] = Field(
-        {},
-        description="Keys of verifiers' environment config. Without the key id, the taskset's own "
-        "environment is used.",
-    )
-    seat: str | None = Field(
-        None, description="Name of the agent that the policy plays; null: the only agent."
-    )
-    tasks: int | None = Field(
-        None,
-        ge=2,
-        description="Number of tasks to use; null: all. An endless taskset needs a number.",
-    )
-    max_turns: int = Field(
-        64,
-        ge=1,
-        description="Replies of the policy after which the episode is stopped.",
-    )
-    replayable: bool = Field(True, description="True if the same replies give the same episode.")
+    taskset: str = Field(min_length=1)
+    """Id of the taskset: the name of a package that exports it, or of a built-in taskset."""
+    options: dict[str, Any] = Field({})
+    """Further keys of the taskset's own config."""
+    env: dict[str, Any] = Field({})
+    """Keys of verifiers' environment config. Without the key id, the taskset's own environment is
+    used."""
+    seat: str | None = None
+    """Name of the agent that the policy plays; null: the only agent."""
+    tasks: int | None = Field(None, ge=2)
+    """Number of tasks to use; null: all. An endless taskset needs a number."""
+    max_turns: int = Field(64, ge=1)
+    """Replies of the policy after which the episode is stopped."""
+    replayable: bool = True
+    """True if the same replies give the same episode."""
 
 
 class VerifiersEnvironment(Rows):

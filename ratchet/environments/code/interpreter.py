@@ -35,45 +35,34 @@ class CodeInterpreterConfig(EnvironmentConfig):
 
     builds: ClassVar[str] = "ratchet.environments.code.interpreter:CodeInterpreter"
 
-    problems: Annotated[AnyEnvironment, Slot("problems")] = Field(
-        description="Single-turn environment with the problems; its reward judges the text after "
-        "the last result."
-    )
-    system: str = Field("", description="System message before each task; empty: none.")
-    inline: bool = Field(
-        True,
-        description="True: the result is written into the policy's turn, which continues. False: "
-        "it comes as a message of the user.",
-    )
-    code_tags: tuple[str, str] = Field(
-        ("<code>", "</code>"), description="Texts before and after code. The second ends a turn."
-    )
-    result_tags: tuple[str, str] = Field(
-        ("<result>", "</result>"), description="Texts before and after a result."
-    )
-    max_cells: int = Field(
-        8, gt=0, description="Maximum number of cells; a further one ends the attempt."
-    )
-    timeout_s: float = Field(
-        4.0,
-        gt=0,
-        description="CPU time limit of a cell, in seconds; the wall time limit is three times as "
-        "long.",
-    )
-    memory_mib: int = Field(
-        512, ge=64, description="Memory limit (address space) of the cells, in MiB."
-    )
-    max_chars: int = Field(
-        4000, gt=0, description="Maximum characters of a result; the rest is cut off."
-    )
-    workers: int = Field(2, gt=0, description="Maximum number of cells that run at once.")
-    isolation: Literal["kernel", "namespaces", "landlock", "seccomp"] = Field(
-        "landlock", description="Weakest isolation allowed; the strongest available is used."
-    )
+    problems: Annotated[AnyEnvironment, Slot("problems")]
+    """Single-turn environment with the problems; its reward judges the text after the last
+    result."""
+    system: str = ""
+    """System message before each task; empty: none."""
+    inline: bool = True
+    """True: the result is written into the policy's turn, which continues. False: it comes as a
+    message of the user."""
+    code_tags: tuple[str, str] = ("<code>", "</code>")
+    """Texts before and after code. The second ends a turn."""
+    result_tags: tuple[str, str] = ("<result>", "</result>")
+    """Texts before and after a result."""
+    max_cells: int = Field(8, gt=0)
+    """Maximum number of cells; a further one ends the attempt."""
+    timeout_s: float = Field(4.0, gt=0)
+    """CPU time limit of a cell, in seconds; the wall time limit is three times as long."""
+    memory_mib: int = Field(512, ge=64)
+    """Memory limit (address space) of the cells, in MiB."""
+    max_chars: int = Field(4000, gt=0)
+    """Maximum characters of a result; the rest is cut off."""
+    workers: int = Field(2, gt=0)
+    """Maximum number of cells that run at once."""
+    isolation: Literal["kernel", "namespaces", "landlock", "seccomp"] = "landlock"
+    """Weakest isolation allowed; the strongest available is used."""
     sandbox: Annotated[SerializeAsAny[Section], Slot("sandbox")] = Field(
-        default_factory=local_sandbox,
-        description="Sandbox of the cells: local, docker or remote, and its keys.",
+        default_factory=local_sandbox
     )
+    """Sandbox of the cells: local, docker or remote, and its keys."""
 
     @field_validator("code_tags", "result_tags")
     @classmethod
@@ -95,14 +84,11 @@ ENDED = "nothing of this code was kept"
 
 
 class Cell(NamedTuple):
-    """The code of a message.
-
-    Attributes:
-        lookahead: The text after the closing tag that is part of the tag's last token.
-    """
+    """The code of a message."""
 
     code: str
     lookahead: str
+    """The text after the closing tag that is part of the tag's last token."""
 
 
 class CodeInterpreter(Environment):

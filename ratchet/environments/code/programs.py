@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.sections import EnvironmentConfig
 from ratchet.data.files import DataFile
@@ -34,20 +34,14 @@ class ProgramsConfig(EnvironmentConfig):
     builds: ClassVar[str] = "ratchet.environments.code.programs:programs"
     default_reward: ClassVar[str] = "code"
 
-    train: DataFile | None = Field(
-        None,
-        description="File of tasks; null: tasks are generated, such as *3+2 -> def f(x): return "
-        "x*3+2.",
-    )
-    test: DataFile | None = Field(
-        None, description="File of the test split; null: a tenth of the prompts."
-    )
-    operations: int = Field(
-        2, ge=1, le=6, description="Number of operations of a generated function."
-    )
+    train: DataFile | None = None
+    """File of tasks; null: tasks are generated, such as *3+2 -> def f(x): return x*3+2."""
+    test: DataFile | None = None
+    """File of the test split; null: a tenth of the prompts."""
+    operations: int = Field(2, ge=1, le=6)
+    """Number of operations of a generated function."""
 
-    @model_validator(mode="after")
-    def _check_unread_keys(self) -> ProgramsConfig:
+    def check_keys(self) -> None:
         if self.test is not None and self.train is None:
             raise ValueError("test has no effect without train: set train, or remove test")
         if self.train is not None and "operations" in self.changed:
@@ -55,7 +49,6 @@ class ProgramsConfig(EnvironmentConfig):
                 f"operations={self.operations} is for generated functions: remove operations or "
                 "train"
             )
-        return self
 
 
 OPERATIONS = {"+": lambda x, n: x + n, "-": lambda x, n: x - n, "*": lambda x, n: x * n}

@@ -26,25 +26,16 @@ class CodeRepairConfig(EnvironmentConfig):
 
     builds: ClassVar[str] = "ratchet.environments.code.repair:CodeRepair"
 
-    problems: Annotated[SerializeAsAny[Section], Slot("problems")] = Field(
-        description="Environment that provides the tasks and their tests, for example {kind: "
-        "programs}."
-    )
-    judge: CodeConfig = Field(
-        CodeConfig.model_validate({}), description="Settings for running and judging a program."
-    )
-    tries: int = Field(3, ge=1, description="Maximum number of programs in one episode.")
-    discount: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="The reward is multiplied by this for each failed try.",
-    )
-    error_chars: int = Field(
-        800,
-        gt=0,
-        description="The policy sees at most this many characters, from the end of an error.",
-    )
+    problems: Annotated[SerializeAsAny[Section], Slot("problems")]
+    """Environment that provides the tasks and their tests, for example {kind: programs}."""
+    judge: CodeConfig = CodeConfig.model_validate({})
+    """Settings for running and judging a program."""
+    tries: int = Field(3, ge=1)
+    """Maximum number of programs in one episode."""
+    discount: float = Field(1.0, gt=0, le=1)
+    """The reward is multiplied by this for each failed try."""
+    error_chars: int = Field(800, gt=0)
+    """The policy sees at most this many characters, from the end of an error."""
 
 
 # Maximum characters of an input, an output or an expected output in a hint.

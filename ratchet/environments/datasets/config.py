@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from ratchet.config.media_limits import FileLimits
 from ratchet.config.sections import ALL_SOURCES, EnvironmentConfig
@@ -41,19 +41,15 @@ class PreferencesConfig(EnvironmentConfig):
         "labels",
     )
 
-    train: DataFile = Field(description="A file, or an address in an object store.")
-    test: DataFile | None = Field(
-        None,
-        description="File of the test split, or an address in an object store; null: a tenth of "
-        "the prompts of train.",
-    )
-    columns: dict[str, str] = Field(
-        {},
-        description="The file's column for each usual name, if they differ: {chosen: preferred}.",
-    )
-    separator: str = Field(
-        "\n", description="Text appended to each step of an answer with step labels."
-    )
+    train: DataFile
+    """A file, or an address in an object store."""
+    test: DataFile | None = None
+    """File of the test split, or an address in an object store; null: a tenth of the prompts of
+    train."""
+    columns: dict[str, str] = Field({})
+    """The file's column for each usual name, if they differ: {chosen: preferred}."""
+    separator: str = "\n"
+    """Text appended to each step of an answer with step labels."""
 
     @field_validator("columns")
     @classmethod
@@ -113,100 +109,59 @@ class DatasetConfig(EnvironmentConfig):
     builds: ClassVar[str] = "ratchet.environments.datasets.dataset:dataset"
     has_scan: ClassVar[bool] = True
 
-    preset: str | None = Field(
-        None, description="Name of a published dataset: gsm8k, hh_rlhf, tulu3_sft, ...; null: none."
-    )
-    train: tuple[DataFile, ...] = Field(
-        (),
-        description="Files, patterns, directories or addresses (s3://, gs://, hf://); empty: the "
-        "Hub.",
-    )
-    test: tuple[DataFile, ...] = Field(
-        (),
-        description="Files, patterns, directories or addresses of the test split; empty: see "
-        "test_split and test_share.",
-    )
-    hub: str | None = Field(
-        None, description="Id of a dataset on the Hub, instead of train; null: the preset's."
-    )
-    subset: str | None = Field(
-        None,
-        description="Configuration of the dataset on the Hub; null: the preset's, or the dataset's "
-        "default.",
-    )
-    revision: str | None = Field(
-        None, description="Branch, tag or commit on the Hub; null: the default branch."
-    )
-    train_split: str | None = Field(
-        None, description="Training split on the Hub; null: the preset's, or train. Empty: none."
-    )
-    test_split: str | None = Field(
-        None, description="Test split on the Hub; null: the preset's. Empty: none."
-    )
-    columns: dict[str, str] = Field(
-        {},
-        description="The rows' column for each usual name, if they differ: {prompt: problem, "
-        "answer: extra.answer}. Dots reach nested values.",
-    )
-    prompt: str | None = Field(
-        None,
-        description="Template of the prompt over columns: '{question} Think first.'; null: the "
-        "preset's, or the column prompt.",
-    )
-    system: str = Field(
-        "",
-        description="System message before prompts that are text; empty: the column system, or no "
-        "system message.",
-    )
-    chat_template_columns: dict[str, str] = Field(
-        {},
-        description="Variables of the chat template that a row sets, each with its column: "
-        "{reasoning_effort: effort}. A null sets nothing.",
-    )
-    answer_after: str | None = Field(
-        None,
-        description="Marker before the answer in its column (####); null: the preset's, or none.",
-    )
-    media_root: DataFile | None = Field(
-        None,
-        description="Directory or store of the images and clips that rows name; null: the first "
-        "file's directory.",
-    )
-    media: FileLimits = Field(
-        FileLimits(), description="Limits of images, clips and videos of rows."
-    )
-    keep: tuple[KeepConfig, ...] = Field(
-        (), description="Filters that all rows must pass, in addition to those of the preset."
-    )
-    distinct: bool | None = Field(
-        None,
-        description="Keep only the first of rows with equal prompts; null: the preset's, or false.",
-    )
-    test_share: float = Field(
-        0.1,
-        ge=0,
-        lt=1,
-        description="Share of the rows held out if there is no test split; 0: none.",
-    )
-    overlap: Literal["refuse", "drop"] = Field(
-        "refuse",
-        description="Handling of training rows with a prompt of the test split: refuse raises an "
-        "error, drop leaves them out.",
-    )
-    too_long: Literal["error", "drop"] = Field(
-        "error",
-        description="Handling of rows with more tokens than the model's context; in rollouts only "
-        "the prompt counts. error: ends the run, or fails the attempt in rollouts. drop: leaves "
-        "the row out.",
-    )
-    shuffle: bool = Field(
-        True, description="Shuffle the rows anew in each pass; false: keep their order."
-    )
-    scan: bool = Field(
-        True,
-        description="Read every row once before training, to check and filter it. False: rows are "
-        "checked when they are used.",
-    )
+    preset: str | None = None
+    """Name of a published dataset: gsm8k, hh_rlhf, tulu3_sft, ...; null: none."""
+    train: tuple[DataFile, ...] = ()
+    """Files, patterns, directories or addresses (s3://, gs://, hf://); empty: the Hub."""
+    test: tuple[DataFile, ...] = ()
+    """Files, patterns, directories or addresses of the test split; empty: see test_split and
+    test_share."""
+    hub: str | None = None
+    """Id of a dataset on the Hub, instead of train; null: the preset's."""
+    subset: str | None = None
+    """Configuration of the dataset on the Hub; null: the preset's, or the dataset's default."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub; null: the default branch."""
+    train_split: str | None = None
+    """Training split on the Hub; null: the preset's, or train. Empty: none."""
+    test_split: str | None = None
+    """Test split on the Hub; null: the preset's. Empty: none."""
+    columns: dict[str, str] = Field({})
+    """The rows' column for each usual name, if they differ: {prompt: problem, answer:
+    extra.answer}. Dots reach nested values."""
+    prompt: str | None = None
+    """Template of the prompt over columns: '{question} Think first.'; null: the preset's, or the
+    column prompt."""
+    system: str = ""
+    """System message before prompts that are text; empty: the column system, or no system
+    message."""
+    chat_template_columns: dict[str, str] = Field({})
+    """Variables of the chat template that a row sets, each with its column: {reasoning_effort:
+    effort}. A null sets nothing."""
+    answer_after: str | None = None
+    """Marker before the answer in its column (####); null: the preset's, or none."""
+    media_root: DataFile | None = None
+    """Directory or store of the images and clips that rows name; null: the first file's
+    directory."""
+    media: FileLimits = FileLimits()
+    """Limits of images, clips and videos of rows."""
+    keep: tuple[KeepConfig, ...] = ()
+    """Filters that all rows must pass, in addition to those of the preset."""
+    distinct: bool | None = None
+    """Keep only the first of rows with equal prompts; null: the preset's, or false."""
+    test_share: float = Field(0.1, ge=0, lt=1)
+    """Share of the rows held out if there is no test split; 0: none."""
+    overlap: Literal["refuse", "drop"] = "refuse"
+    """Handling of training rows with a prompt of the test split: refuse raises an error, drop
+    leaves them out."""
+    too_long: Literal["error", "drop"] = "error"
+    """Handling of rows with more tokens than the model's context; in rollouts only the prompt
+    counts. error: ends the run, or fails the attempt in rollouts. drop: leaves the row out."""
+    shuffle: bool = True
+    """Shuffle the rows anew in each pass; false: keep their order."""
+    scan: bool = True
+    """Read every row once before training, to check and filter it. False: rows are checked when
+    they are used."""
 
     @field_validator(
         "train",
@@ -231,8 +186,7 @@ class DatasetConfig(EnvironmentConfig):
                 )
         return columns
 
-    @model_validator(mode="after")
-    def _check_source(self) -> DatasetConfig:
+    def check_keys(self) -> None:
         try:
             preset = self.dataset_preset
         except ConfigError as error:
@@ -241,7 +195,6 @@ class DatasetConfig(EnvironmentConfig):
             raise ValueError("there is nothing to read: set train (files), hub (an id), or preset")
         if not self.scan:
             self._refuse_keys_without_scan(preset)
-        return self
 
     def _refuse_keys_without_scan(self, preset: Preset | None) -> None:
         """Raise ValueError for keys that need all rows to be read before training."""

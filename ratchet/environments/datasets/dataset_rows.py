@@ -39,32 +39,28 @@ JUDGED_ANSWER_COLUMNS = ("chosen", "rejected", "completions")
 
 @dataclass(frozen=True, slots=True)
 class RowContents:
-    """The contents of a row.
-
-    Attributes:
-        where: The file and the row, for errors.
-        values: The whole row, for rewards that read further columns.
-        answer: The text that rewards compare with.
-        solution: The messages that are trained on.
-        judgement: A comparison of two answers, the reward of one answer, or a label for each step
-            of one.
-        tag: The row's domain, from the column that `columns.tag` names; "" without one.
-        answer_candidates: Columns that may each be the answer, if there are several.
-        columns: Names of the columns that are not null, as in the file.
-    """
+    """The contents of a row."""
 
     where: str
+    """The file and the row, for errors."""
     prompt: Messages
     values: Mapping[str, Any]
+    """The whole row, for rewards that read further columns."""
     id: str = ""
     answer: str | None = None
+    """The text that rewards compare with."""
     solution: Messages = ()
+    """The messages that are trained on."""
     judgement: Judgement | None = None
+    """A comparison of two answers, the reward of one answer, or a label for each step of one."""
     tools: tuple[Mapping[str, Any], ...] = ()
     difficulty: float | None = None
     tag: str = ""
+    """The row's domain, from the column that `columns.tag` names; "" without one."""
     answer_candidates: tuple[str, ...] = ()
+    """Columns that may each be the answer, if there are several."""
     columns: tuple[str, ...] = field(default=())
+    """Names of the columns that are not null, as in the file."""
 
 
 class DatasetRowReader:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.sections import EnvironmentConfig
 from ratchet.data.files import DataFile
@@ -31,34 +31,22 @@ class GSM8KConfig(EnvironmentConfig):
     builds: ClassVar[str] = "ratchet.environments.datasets.gsm8k:GSM8K"
     default_reward: ClassVar[str] = "numeric_answer"
 
-    train: DataFile = Field(description="A file, or an address in an object store.")
-    test: DataFile | None = Field(
-        None,
-        description="File of the test split, or an address in an object store; null: the rows "
-        "marked in split_column, or else a tenth.",
-    )
-    split_column: str | None = Field(
-        None,
-        min_length=1,
-        description='Column of `train` with the split of each row: "train" or "test"; null: none.',
-    )
-    suffix: str = Field(
-        '\nEnd with "#### " and the answer as a number.',
-        description="Text appended to each question.",
-    )
-    shots: int = Field(
-        0,
-        ge=0,
-        le=64,
-        description="Number of few-shot examples before each question. The first training rows "
-        "are the examples.",
-    )
+    train: DataFile
+    """A file, or an address in an object store."""
+    test: DataFile | None = None
+    """File of the test split, or an address in an object store; null: the rows marked in
+    split_column, or else a tenth."""
+    split_column: str | None = Field(None, min_length=1)
+    """Column of `train` with the split of each row: "train" or "test"; null: none."""
+    suffix: str = '\nEnd with "#### " and the answer as a number.'
+    """Text appended to each question."""
+    shots: int = Field(0, ge=0, le=64)
+    """Number of few-shot examples before each question. The first training rows are the
+    examples."""
 
-    @model_validator(mode="after")
-    def _check_split(self) -> GSM8KConfig:
+    def check_keys(self) -> None:
         if self.test is not None and self.split_column is not None:
             raise ValueError("`test` and `split_column` both define the test split: remove one")
-        return self
 
 
 class Example(NamedTuple):

@@ -37,33 +37,27 @@ SPEAKER_PATTERN = re.compile(r"\n\n(Human|Assistant):")
 
 @dataclass(frozen=True, slots=True)
 class PreferenceRow:
-    """A parsed row of preference data.
-
-    Attributes:
-        where: The file and the line, for errors.
-        columns: Names of the columns that are not null, as in the file.
-    """
+    """A parsed row of preference data."""
 
     where: str
+    """The file and the line, for errors."""
     line: int
     prompt: Messages
     judgement: Judgement
     columns: tuple[str, ...]
+    """Names of the columns that are not null, as in the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreferenceReader:
-    """A parser of rows of preference data.
-
-    Attributes:
-        column_names: The file's column names, by usual name.
-        separator: The text appended to each step.
-        has_media: True if messages may have media parts, whose files the caller fills in.
-    """
+    """A parser of rows of preference data."""
 
     column_names: Mapping[str, str]
+    """The file's column names, by usual name."""
     separator: str
+    """The text appended to each step."""
     has_media: bool = False
+    """True if messages may have media parts, whose files the caller fills in."""
 
     def read(self, row: DataRow, where: str) -> PreferenceRow:
         """Parse a row. Raises DataError unless it fits exactly one format with usable values."""

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
-from pydantic import Field
-
 from ratchet.data.files import DataFile
 from ratchet.data.tables import read_rows
 from ratchet.environments.single_turn import Rows, is_held_out
@@ -25,12 +23,11 @@ class QAConfig(ToolEnvironmentConfig):
 
     builds: ClassVar[str] = "ratchet.environments.datasets.qa:QA"
 
-    train: DataFile = Field(description="A file, or an address in an object store.")
-    test: DataFile | None = Field(
-        None,
-        description="File of the test split, or an address in an object store; null: a tenth of "
-        "the questions of train.",
-    )
+    train: DataFile
+    """A file, or an address in an object store."""
+    test: DataFile | None = None
+    """File of the test split, or an address in an object store; null: a tenth of the questions of
+    train."""
 
     @property
     def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]

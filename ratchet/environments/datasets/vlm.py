@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field
-
 from ratchet.environments.datasets.config import DatasetConfig
 
 # The default reward for each kind of answer.
@@ -30,11 +28,8 @@ class VLMConfig(DatasetConfig):
 
     needs_media = True
 
-    answers: Literal["text", "number", "choice", "box"] | None = Field(
-        None,
-        description="Kind of the answers, which chooses the reward; null: the preset's reward, or "
-        "text.",
-    )
+    answers: Literal["text", "number", "choice", "box"] | None = None
+    """Kind of the answers, which chooses the reward; null: the preset's reward, or text."""
 
     @property
     def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]

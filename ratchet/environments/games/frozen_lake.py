@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.environments.games.game import (
     OFFSETS,
@@ -28,31 +28,21 @@ class FrozenLakeConfig(BoardConfig):
 
     builds: ClassVar[str] = "ratchet.environments.games.frozen_lake:FrozenLake"
 
-    size: int = Field(4, ge=2, le=20, description="Number of cells on a side.")
-    holes: float = Field(
-        0.25,
-        ge=0,
-        lt=1,
-        description="Probability that a cell is a hole. There is always a path to the goal.",
-    )
-    slip: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Probability that a step goes to a side instead of ahead (2/3 in Gymnasium).",
-    )
-    min_distance: int = Field(
-        2, ge=1, description="Minimum number of steps from the start to the goal."
-    )
+    size: int = Field(4, ge=2, le=20)
+    """Number of cells on a side."""
+    holes: float = Field(0.25, ge=0, lt=1)
+    """Probability that a cell is a hole. There is always a path to the goal."""
+    slip: float = Field(0.0, ge=0, le=1)
+    """Probability that a step goes to a side instead of ahead (2/3 in Gymnasium)."""
+    min_distance: int = Field(2, ge=1)
+    """Minimum number of steps from the start to the goal."""
 
-    @model_validator(mode="after")
-    def _check_distance(self) -> FrozenLakeConfig:
+    def check_keys(self) -> None:
         if self.max_moves < self.min_distance:
             raise ValueError(
                 f"max_moves={self.max_moves} is less than min_distance={self.min_distance}: raise "
                 "max_moves"
             )
-        return self
 
 
 PLAYER, ICE, HOLE, GOAL = "P.OG"

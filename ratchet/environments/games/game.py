@@ -28,27 +28,20 @@ from ratchet.types import Message, Part, Task
 class GameConfig(EnvironmentConfig):
     """The base section of games. Their steps give the reward: 1 for the winning move, else 0."""
 
-    max_moves: int = Field(
-        20,
-        ge=1,
-        le=10_000,
-        description="Maximum number of messages of the player, including illegal moves.",
-    )
-    style: Literal["words", "compact"] = Field(
-        "words",
-        description="words: rules and whole words; compact: boards without rules and single "
-        "letters, for a model that is trained from random weights.",
-    )
+    max_moves: int = Field(20, ge=1, le=10_000)
+    """Maximum number of messages of the player, including illegal moves."""
+    style: Literal["words", "compact"] = "words"
+    """words: rules and whole words; compact: boards without rules and single letters, for a model
+    that is trained from random weights."""
 
 
 class BoardConfig(GameConfig):
     """The base section of games whose states can be drawn."""
 
-    observation: Literal["text", "image", "both"] = Field(
-        "text",
-        description="Form in which the player sees each state: text, an image, or both.",
-    )
-    cell_px: int = Field(16, ge=6, le=256, description="Side of a cell in the image, in pixels.")
+    observation: Literal["text", "image", "both"] = "text"
+    """Form in which the player sees each state: text, an image, or both."""
+    cell_px: int = Field(16, ge=6, le=256)
+    """Side of a cell in the image, in pixels."""
 
     @property
     def needs_media(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.environments.games.game import (
     OFFSETS,
@@ -30,21 +30,14 @@ class SlidingPuzzleConfig(BoardConfig):
 
     builds: ClassVar[str] = "ratchet.environments.games.sliding_puzzle:SlidingPuzzle"
 
-    size: int = Field(3, ge=2, le=6, description="Number of cells on a side.")
-    shuffle_moves: int = Field(
-        10,
-        ge=1,
-        le=1000,
-        description="Maximum number of random moves from the solved board to the initial board.",
-    )
-    min_shuffle_moves: int = Field(
-        1,
-        ge=1,
-        description="Minimum number of random moves; the shortest solution may be shorter.",
-    )
+    size: int = Field(3, ge=2, le=6)
+    """Number of cells on a side."""
+    shuffle_moves: int = Field(10, ge=1, le=1000)
+    """Maximum number of random moves from the solved board to the initial board."""
+    min_shuffle_moves: int = Field(1, ge=1)
+    """Minimum number of random moves; the shortest solution may be shorter."""
 
-    @model_validator(mode="after")
-    def _check_moves(self) -> SlidingPuzzleConfig:
+    def check_keys(self) -> None:
         if self.min_shuffle_moves > self.shuffle_moves:
             raise ValueError(
                 f"min_shuffle_moves={self.min_shuffle_moves} is more than "
@@ -55,7 +48,6 @@ class SlidingPuzzleConfig(BoardConfig):
                 f"max_moves={self.max_moves} can't undo shuffle_moves={self.shuffle_moves}: set "
                 f"max_moves to {self.shuffle_moves} or more"
             )
-        return self
 
 
 Board = tuple[int, ...]  # row by row; 0 is the gap

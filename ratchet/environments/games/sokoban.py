@@ -30,18 +30,16 @@ class SokobanConfig(BoardConfig):
 
     builds: ClassVar[str] = "ratchet.environments.games.sokoban:Sokoban"
 
-    max_moves: int = Field(
-        30,
-        ge=1,
-        le=10_000,
-        description="Maximum number of messages of the player, including illegal moves.",
-    )
-    size: int = Field(4, ge=3, le=10, description="Cells on a side, without the outer walls.")
-    boxes: int = Field(1, ge=1, le=5, description="Number of boxes and of goals.")
-    walls: float = Field(0.1, ge=0, le=0.5, description="Probability that an inner cell is a wall.")
-    pulls: int = Field(
-        3, ge=1, le=50, description="Number of pushes in the known solution; fewer may suffice."
-    )
+    max_moves: int = Field(30, ge=1, le=10_000)
+    """Maximum number of messages of the player, including illegal moves."""
+    size: int = Field(4, ge=3, le=10)
+    """Cells on a side, without the outer walls."""
+    boxes: int = Field(1, ge=1, le=5)
+    """Number of boxes and of goals."""
+    walls: float = Field(0.1, ge=0, le=0.5)
+    """Probability that an inner cell is a wall."""
+    pulls: int = Field(3, ge=1, le=50)
+    """Number of pushes in the known solution; fewer may suffice."""
 
 
 # Sokoban's usual characters. Each pair shows the content on the floor, then on a goal.

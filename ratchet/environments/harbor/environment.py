@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.base import Section
 from ratchet.environments.harbor.manifest import Waiver
@@ -58,29 +58,24 @@ class HarborConfig(ShellConfig):
 
     builds: ClassVar[str] = "ratchet.environments.harbor.environment:Harbor"
 
-    train: Path | None = Field(None, description="Directory of task directories, or one task.")
-    test: Path | None = Field(None, description="Directory of the test split's tasks.")
-    waive: tuple[Waiver, ...] = Field(
-        (),
-        description="Requirements of tasks to ignore: image (a local sandbox runs the machine's "
-        "own programs), network (sandboxes have none), user (all commands run as one user), "
-        "unknown_keys (of task.toml).",
-    )
-    workdir: str = Field(
-        "/app", pattern="^/.", description="Working directory of tasks that name none."
-    )
-    reward: str = Field(
-        "reward",
-        description="Name of the reward if reward.json has several numbers; others are metrics.",
-    )
+    train: Path | None = None
+    """Directory of task directories, or one task."""
+    test: Path | None = None
+    """Directory of the test split's tasks."""
+    waive: tuple[Waiver, ...] = ()
+    """Requirements of tasks to ignore: image (a local sandbox runs the machine's own programs),
+    network (sandboxes have none), user (all commands run as one user), unknown_keys (of
+    task.toml)."""
+    workdir: str = Field("/app", pattern="^/.")
+    """Working directory of tasks that name none."""
+    reward: str = "reward"
+    """Name of the reward if reward.json has several numbers; others are metrics."""
 
-    @model_validator(mode="after")
-    def _check_keys(self) -> HarborConfig:
+    def check_keys(self) -> None:
         if self.train is None and self.test is None:
             raise ValueError("has no tasks: set train or test")
         if not isinstance(self.sandbox, LocalSandboxConfig | DockerSandboxConfig):
             raise ValueError("needs absolute paths such as /app: set sandbox.kind=local or docker")
-        return self
 
 
 class Harbor(ShellEnvironment):

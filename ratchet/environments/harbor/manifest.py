@@ -51,13 +51,10 @@ class Phase(_Table):
 
 
 class AgentPhase(Phase):
-    """The table [agent].
-
-    Attributes:
-        timeout_sec: Wall time of the agent's commands in seconds; None: no limit.
-    """
+    """The table [agent]."""
 
     timeout_sec: float | None = Field(default=None, gt=0)
+    """Wall time of the agent's commands in seconds; None: no limit."""
 
 
 class Machine(_Table):

@@ -113,12 +113,7 @@ cd {workdir} && git apply --whitespace=nowarn /solution/gold.patch
 
 @dataclass(frozen=True)
 class SweRow:
-    """A row of SWE-bench's form, checked.
-
-    Attributes:
-        tests: Ids of pytest of the tests that must pass, those of FAIL_TO_PASS first.
-        image: Name of the row's container image; "": none.
-    """
+    """A row of SWE-bench's form, checked."""
 
     name: str
     repo: str
@@ -127,7 +122,9 @@ class SweRow:
     patch: str
     test_patch: str
     tests: tuple[str, ...]
+    """Ids of pytest of the tests that must pass, those of FAIL_TO_PASS first."""
     image: str
+    """Name of the row's container image; "": none."""
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], where: str) -> SweRow:

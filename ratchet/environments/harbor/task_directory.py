@@ -31,15 +31,13 @@ RESERVED = ("tests", "solution", "logs/verifier")
 class TaskImage:
     """The image of a session.
 
-    Attributes:
-        name: Name of an existing image; "": none.
-        folder: Folder whose Dockerfile the image is built from; None: it is not built.
-
     A TaskImage without name and folder is falsy: the task has no image.
     """
 
     name: str = ""
+    """Name of an existing image; "": none."""
     folder: Path | None = None
+    """Folder whose Dockerfile the image is built from; None: it is not built."""
 
     def __bool__(self) -> bool:
         return bool(self.name) or self.folder is not None
@@ -47,16 +45,13 @@ class TaskImage:
 
 @dataclass(frozen=True)
 class TaskDirectory:
-    """A task in Harbor's format.
-
-    Attributes:
-        default_workdir: Absolute path of the working directory if the task names none.
-    """
+    """A task in Harbor's format."""
 
     path: Path
     manifest: Manifest
     instruction: str
     default_workdir: str
+    """Absolute path of the working directory if the task names none."""
 
     @property
     def name(self) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.sections import EnvironmentConfig
 from ratchet.environments.adapters.seeded_tasks import SeededTasks
@@ -44,51 +44,39 @@ class OpenEnvConfig(EnvironmentConfig):
     builds: ClassVar[str] = "ratchet.environments.openenv.environment:OpenEnv"
     data_kinds: ClassVar[frozenset[str]] = frozenset({"rollouts"})
 
-    url: str | None = Field(
-        None, pattern="^https?://", description="Address of a server, such as http://host:8000."
-    )
-    path: Path | None = Field(
-        None, description="Directory of a package with openenv.yaml, whose server is started."
-    )
-    python: str | None = Field(
-        None,
-        description="With path: interpreter that has openenv and what the package needs; null: "
-        "the interpreter of the run.",
-    )
-    sessions: int = Field(
-        64, gt=0, description="With path: maximum number of sessions of the server at once."
-    )
-    actions: Literal["text", "tools"] = Field(
-        "text",
-        description="text: a message is a field of the action; tools: the policy calls the "
-        "server's (MCP) tools, and a message without a call ends the episode.",
-    )
-    action_field: str | None = Field(
-        None,
-        description="With actions=text: field of the action that a message fills; null: the only "
-        "required field.",
-    )
-    prompt: str = Field(
-        "{observation}",
-        description="First message: {observation} is the text of the observation, {name} one of "
-        "its fields.",
-    )
-    reply: str = Field(
-        "{observation}", description="Further messages, with the same placeholders as prompt."
-    )
-    reset: dict[str, Any] = Field({}, description="Further arguments of the server's reset.")
-    test_tasks: int = Field(100, ge=1, description="Number of held-out seeds, from 0 on.")
-    max_turns: int = Field(100, ge=1, description="Turns after which an episode is ended.")
-    timeout_s: float = Field(60.0, gt=0, description="Time limit of an answer, in seconds.")
-    replayable: bool = Field(
-        True, description="True if the same seed and the same actions give the same episode."
-    )
+    url: str | None = Field(None, pattern="^https?://")
+    """Address of a server, such as http://host:8000."""
+    path: Path | None = None
+    """Directory of a package with openenv.yaml, whose server is started."""
+    python: str | None = None
+    """With path: interpreter that has openenv and what the package needs; null: the interpreter of
+    the run."""
+    sessions: int = Field(64, gt=0)
+    """With path: maximum number of sessions of the server at once."""
+    actions: Literal["text", "tools"] = "text"
+    """text: a message is a field of the action; tools: the policy calls the server's (MCP) tools,
+    and a message without a call ends the episode."""
+    action_field: str | None = None
+    """With actions=text: field of the action that a message fills; null: the only required
+    field."""
+    prompt: str = "{observation}"
+    """First message: {observation} is the text of the observation, {name} one of its fields."""
+    reply: str = "{observation}"
+    """Further messages, with the same placeholders as prompt."""
+    reset: dict[str, Any] = Field({})
+    """Further arguments of the server's reset."""
+    test_tasks: int = Field(100, ge=1)
+    """Number of held-out seeds, from 0 on."""
+    max_turns: int = Field(100, ge=1)
+    """Turns after which an episode is ended."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Time limit of an answer, in seconds."""
+    replayable: bool = True
+    """True if the same seed and the same actions give the same episode."""
 
-    @model_validator(mode="after")
-    def _check_keys(self) -> OpenEnvConfig:
+    def check_keys(self) -> None:
         if (self.url is None) == (self.path is None):
             raise ValueError("must have either url (a running server) or path (a package)")
-        return self
 
 
 class OpenEnvServer:

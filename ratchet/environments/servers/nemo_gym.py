@@ -54,23 +54,21 @@ class NemoGymConfig(EnvironmentConfig):
     builds: ClassVar[str] = "ratchet.environments.servers.nemo_gym:NemoGym"
     data_kinds: ClassVar[frozenset[str]] = frozenset({"rollouts"})
 
-    url: ServerUrl = Field(description="Address of the resource server: http://host:8000.")
-    train: DataFile = Field(description="JSON Lines file of NeMo Gym, or its address.")
-    test: DataFile | None = Field(
-        None, description="File of the test split; null: a tenth of the rows of train."
-    )
-    max_turns: int = Field(
-        64, ge=1, description="Turns with calls after which an attempt is verified as it stands."
-    )
-    timeout_s: float = Field(60.0, gt=0, description="Time limit of an answer, in seconds.")
-    show_tool_failures: bool = Field(
-        False,
-        description="True: the policy reads a tool's answer with status 5xx, as with NeMo Gym's "
-        "own agent. False: such an answer fails the attempt.",
-    )
-    replayable: bool = Field(
-        True, description="True if the same row and the same calls give the same answers."
-    )
+    url: ServerUrl
+    """Address of the resource server: http://host:8000."""
+    train: DataFile
+    """JSON Lines file of NeMo Gym, or its address."""
+    test: DataFile | None = None
+    """File of the test split; null: a tenth of the rows of train."""
+    max_turns: int = Field(64, ge=1)
+    """Turns with calls after which an attempt is verified as it stands."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Time limit of an answer, in seconds."""
+    show_tool_failures: bool = False
+    """True: the policy reads a tool's answer with status 5xx, as with NeMo Gym's own agent. False:
+    such an answer fails the attempt."""
+    replayable: bool = True
+    """True if the same row and the same calls give the same answers."""
 
 
 class NemoGym(Rows):

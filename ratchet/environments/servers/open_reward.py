@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.sections import EnvironmentConfig
 from ratchet.data.chat.thinking import split_thinking
@@ -30,32 +30,27 @@ class OpenRewardConfig(EnvironmentConfig):
     builds: ClassVar[str] = "ratchet.environments.servers.open_reward:OpenReward"
     data_kinds: ClassVar[frozenset[str]] = frozenset({"rollouts"})
 
-    url: ServerUrl = Field(description="Address of the server: http://host:8080.")
-    environment: str | None = Field(
-        None,
-        pattern="^[A-Za-z0-9_-]+$",
-        description="Name of an environment of the server; null: its first one.",
-    )
-    train_split: str = Field("train", description="The server's split to train on.")
-    test_split: str | None = Field(
-        "test", description="The server's held-out split; null: a tenth of train_split."
-    )
-    max_turns: int = Field(64, ge=1, description="Turns after which an episode is ended.")
-    timeout_s: float = Field(
-        60.0, gt=0, description="Time limit of an answer, and of a session's setup, in seconds."
-    )
-    replayable: bool = Field(
-        True, description="True if the same task and the same calls give the same episode."
-    )
+    url: ServerUrl
+    """Address of the server: http://host:8080."""
+    environment: str | None = Field(None, pattern="^[A-Za-z0-9_-]+$")
+    """Name of an environment of the server; null: its first one."""
+    train_split: str = "train"
+    """The server's split to train on."""
+    test_split: str | None = "test"
+    """The server's held-out split; null: a tenth of train_split."""
+    max_turns: int = Field(64, ge=1)
+    """Turns after which an episode is ended."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Time limit of an answer, and of a session's setup, in seconds."""
+    replayable: bool = True
+    """True if the same task and the same calls give the same episode."""
 
-    @model_validator(mode="after")
-    def _check_splits(self) -> OpenRewardConfig:
+    def check_keys(self) -> None:
         if self.test_split == self.train_split:
             raise ValueError(
                 f"test_split={self.test_split} is the training split too: set test_split to null, "
                 "which holds out a tenth of it"
             )
-        return self
 
 
 class OpenReward(Rows):

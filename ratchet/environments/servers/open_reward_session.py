@@ -31,19 +31,16 @@ POLICY_ERRORS = ("input_validation", None)
 
 @dataclass(frozen=True)
 class ToolResult:
-    """The result of a call.
-
-    Attributes:
-        content: The text for the policy, or parts if there are images.
-        reward: The reward; 0 if the server gave none.
-        finished: True if the call ended the episode.
-        is_error: True if the server refused the call, which is the policy's fault.
-    """
+    """The result of a call."""
 
     content: str | tuple[Part, ...]
+    """The text for the policy, or parts if there are images."""
     reward: float = 0.0
+    """The reward; 0 if the server gave none."""
     finished: bool = False
+    """True if the call ended the episode."""
     is_error: bool = False
+    """True if the server refused the call, which is the policy's fault."""
 
 
 class OpenRewardSession:

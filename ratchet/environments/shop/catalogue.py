@@ -11,17 +11,14 @@ from typing import Any, NamedTuple
 
 
 class Department(NamedTuple):
-    """A department of the shop.
-
-    Attributes:
-        kinds: The kinds of its products.
-        attributes: Properties that a product has or lacks.
-        options: The values that a buyer chooses from, by the name of the option.
-    """
+    """A department of the shop."""
 
     kinds: tuple[str, ...]
+    """The kinds of its products."""
     attributes: tuple[str, ...]
+    """Properties that a product has or lacks."""
     options: Mapping[str, tuple[str, ...]]
+    """The values that a buyer chooses from, by the name of the option."""
 
 
 COLOURS = ("black", "white", "red", "blue", "green", "grey")

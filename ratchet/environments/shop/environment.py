@@ -52,31 +52,28 @@ class ShopConfig(EnvironmentConfig):
     builds: ClassVar[str] = "ratchet.environments.shop.environment:Shop"
     data_kinds: ClassVar[frozenset[str]] = frozenset({"rows", "rollouts"})
 
-    products: int = Field(200, ge=10, le=10_000, description="Number of products in the shop.")
-    catalogue_seed: int = Field(
-        0, description="Seed of the catalogue, which is the same for all tasks and seeds of a run."
-    )
-    page_size: int = Field(5, ge=1, le=50, description="Number of products on a page of results.")
-    max_actions: int = Field(
-        15, ge=4, le=1000, description="Number of messages after which an attempt ends unpaid."
-    )
+    products: int = Field(200, ge=10, le=10_000)
+    """Number of products in the shop."""
+    catalogue_seed: int = 0
+    """Seed of the catalogue, which is the same for all tasks and seeds of a run."""
+    page_size: int = Field(5, ge=1, le=50)
+    """Number of products on a page of results."""
+    max_actions: int = Field(15, ge=4, le=1000)
+    """Number of messages after which an attempt ends unpaid."""
 
 
 class ShopState(NamedTuple):
-    """The page that the buyer sees.
-
-    Attributes:
-        query: The words of the last search.
-        offset: Number of results before the page.
-        product: The id of the product whose page was opened last.
-        chosen: The chosen options of that product, as pairs of name and value.
-    """
+    """The page that the buyer sees."""
 
     page: Literal["search", "results", "product", "description"] = "search"
     query: str = ""
+    """The words of the last search."""
     offset: int = 0
+    """Number of results before the page."""
     product: str = ""
+    """The id of the product whose page was opened last."""
     chosen: tuple[tuple[str, str], ...] = ()
+    """The chosen options of that product, as pairs of name and value."""
 
 
 class Shop(Procedural):

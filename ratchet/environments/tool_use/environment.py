@@ -23,18 +23,16 @@ from ratchet.types import Message, Split, Task, ToolCall
 class ToolEnvironmentConfig(EnvironmentConfig):
     """The keys that all environments with tools share."""
 
-    tools: Tools = Field(min_length=1, description="Tools that the policy may call.")
-    system: str = Field("", description="System message before each task; empty: none.")
-    max_calling_turns: int = Field(
-        8,
-        gt=0,
-        description="Maximum number of turns with calls; a further call ends the attempt without "
-        "an answer.",
-    )
-    timeout_s: float = Field(30.0, gt=0, description="Wall time of one tool call, in seconds.")
-    max_chars: int = Field(
-        4000, gt=0, description="Maximum characters of a tool's answer; the rest is cut off."
-    )
+    tools: Tools = Field(min_length=1)
+    """Tools that the policy may call."""
+    system: str = ""
+    """System message before each task; empty: none."""
+    max_calling_turns: int = Field(8, gt=0)
+    """Maximum number of turns with calls; a further call ends the attempt without an answer."""
+    timeout_s: float = Field(30.0, gt=0)
+    """Wall time of one tool call, in seconds."""
+    max_chars: int = Field(4000, gt=0)
+    """Maximum characters of a tool's answer; the rest is cut off."""
 
 
 class ToolUseConfig(ToolEnvironmentConfig):
@@ -42,10 +40,8 @@ class ToolUseConfig(ToolEnvironmentConfig):
 
     builds: ClassVar[str] = "ratchet.environments.tool_use.environment:ToolUse"
 
-    problems: Annotated[AnyEnvironment, Slot("problems")] = Field(
-        description="Single-turn environment with the problems; its reward judges the final "
-        "message."
-    )
+    problems: Annotated[AnyEnvironment, Slot("problems")]
+    """Single-turn environment with the problems; its reward judges the final message."""
 
     @property
     def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]

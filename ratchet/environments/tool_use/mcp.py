@@ -35,23 +35,17 @@ class MCPConfig(ToolConfig):
 
     builds: ClassVar[str] = "ratchet.environments.tool_use.mcp:mcp_tools"
 
-    command: tuple[str, ...] = Field(
-        min_length=1, description="Command that starts the server: program and arguments."
-    )
-    env: dict[str, str] = Field(
-        {}, description="Environment variables of the server, besides a few basic ones."
-    )
-    only: tuple[str, ...] = Field((), description="Names of the tools to offer; empty: all.")
-    images: bool = Field(
-        False,
-        description="true: images in answers reach the policy, whose model must read them; false: "
-        "each image is replaced by the text (image).",
-    )
-    start_s: float = Field(
-        30.0,
-        gt=0,
-        description="Time limit for starting the server and listing its tools, in seconds.",
-    )
+    command: tuple[str, ...] = Field(min_length=1)
+    """Command that starts the server: program and arguments."""
+    env: dict[str, str] = Field({})
+    """Environment variables of the server, besides a few basic ones."""
+    only: tuple[str, ...] = ()
+    """Names of the tools to offer; empty: all."""
+    images: bool = False
+    """true: images in answers reach the policy, whose model must read them; false: each image is
+    replaced by the text (image)."""
+    start_s: float = Field(30.0, gt=0)
+    """Time limit for starting the server and listing its tools, in seconds."""
 
 
 class MCPServer:

@@ -17,20 +17,14 @@ class PythonConfig(ToolConfig):
 
     builds: ClassVar[str] = "ratchet.environments.tool_use.python:PythonTool"
 
-    timeout_s: float = Field(
-        4.0,
-        gt=0,
-        description="CPU time limit of a program, in seconds; the wall time limit is three times "
-        "as long.",
-    )
-    memory_mib: int = Field(
-        512, ge=64, description="Memory limit (address space) of a program, in MiB."
-    )
-    workers: int = Field(2, gt=0, description="Maximum number of programs that run at once.")
-    isolation: Literal["namespaces", "landlock", "seccomp"] = Field(
-        "landlock",
-        description="Weakest isolation allowed; the strongest available is used.",
-    )
+    timeout_s: float = Field(4.0, gt=0)
+    """CPU time limit of a program, in seconds; the wall time limit is three times as long."""
+    memory_mib: int = Field(512, ge=64)
+    """Memory limit (address space) of a program, in MiB."""
+    workers: int = Field(2, gt=0)
+    """Maximum number of programs that run at once."""
+    isolation: Literal["namespaces", "landlock", "seccomp"] = "landlock"
+    """Weakest isolation allowed; the strongest available is used."""
 
 
 # Ratio of the wall time limit to the CPU time limit, so that a quick program does not time out on a

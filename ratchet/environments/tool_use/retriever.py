@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.resolve import import_object
 from ratchet.data.files import DataFile
@@ -30,46 +30,34 @@ class SearchConfig(ToolConfig):
 
     builds: ClassVar[str] = "ratchet.environments.tool_use.retriever:search_tool"
 
-    corpus: DataFile | None = Field(
-        None,
-        description="File, pattern, directory or address (s3://, gs://, hf://) of the passages: "
-        "rows with `text_column`, and optionally `title`; null: hub.",
-    )
-    hub: str | None = Field(
-        None, description="Id of a dataset of passages on the Hub; null: corpus."
-    )
-    subset: str | None = Field(
-        None, description="Configuration of the dataset on the Hub; null: the default one."
-    )
-    split: str = Field("train", description="Split of the dataset on the Hub.")
-    text_column: str = Field("text", description="Column of a passage's text.")
-    results: int = Field(3, gt=0, description="Number of passages in an answer.")
-    max_chars: int = Field(1000, gt=0, description="Maximum characters of a passage.")
-    k1: float = Field(
-        1.5,
-        ge=0,
-        description="How much the repetitions of a word in a passage count in BM25; 0: not at all.",
-    )
-    b: float = Field(
-        0.75,
-        ge=0,
-        le=1,
-        description="How much BM25 divides a word's count by the length of its passage; 0: not "
-        "at all.",
-    )
-    embeddings: str | None = Field(
-        None,
-        description="Import path of a function (N texts -> [N, d] array), or a model's directory. "
-        "The tool then searches by these embeddings too; null: by words only.",
-    )
+    corpus: DataFile | None = None
+    """File, pattern, directory or address (s3://, gs://, hf://) of the passages: rows with
+    `text_column`, and optionally `title`; null: hub."""
+    hub: str | None = None
+    """Id of a dataset of passages on the Hub; null: corpus."""
+    subset: str | None = None
+    """Configuration of the dataset on the Hub; null: the default one."""
+    split: str = "train"
+    """Split of the dataset on the Hub."""
+    text_column: str = "text"
+    """Column of a passage's text."""
+    results: int = Field(3, gt=0)
+    """Number of passages in an answer."""
+    max_chars: int = Field(1000, gt=0)
+    """Maximum characters of a passage."""
+    k1: float = Field(1.5, ge=0)
+    """How much the repetitions of a word in a passage count in BM25; 0: not at all."""
+    b: float = Field(0.75, ge=0, le=1)
+    """How much BM25 divides a word's count by the length of its passage; 0: not at all."""
+    embeddings: str | None = None
+    """Import path of a function (N texts -> [N, d] array), or a model's directory. The tool then
+    searches by these embeddings too; null: by words only."""
 
-    @model_validator(mode="after")
-    def _check_corpus(self) -> Self:
+    def check_keys(self) -> None:
         if (self.corpus is None) == (self.hub is None):
             raise ValueError("the passages come from one place: set either corpus or hub")
         if self.hub is None and (self.subset is not None or self.split != "train"):
             raise ValueError("subset and split belong to hub, and corpus is set: remove them")
-        return self
 
 
 Embed = Callable[[Sequence[str]], NDArray[Any]]

@@ -34,43 +34,38 @@ class ShellConfig(EnvironmentConfig):
     """The keys that all environments with shell commands share."""
 
     sandbox: Annotated[SerializeAsAny[Section], Slot("sandbox")] = Field(
-        default_factory=local_sandbox,
-        description="Sandbox of the commands: local, docker or remote.",
+        default_factory=local_sandbox
     )
-    isolation: Literal["kernel", "namespaces"] = Field(
-        "namespaces", description="Weakest isolation allowed."
-    )
-    workers: int = Field(2, gt=0, description="Maximum number of commands that run at once.")
-    instructions: str = Field(INSTRUCTIONS, description="Text appended to each goal.")
-    commands: int = Field(
-        20, gt=0, description="Maximum number of commands in an attempt, which is then judged."
-    )
-    command_timeout_s: float = Field(
-        30.0, gt=0, description="Wall time limit of a command, in seconds."
-    )
-    cpu_s: float = Field(30.0, gt=0, description="CPU time limit of each process, in seconds.")
-    memory_mib: int = Field(512, ge=64, description="Memory limit of a session in MiB.")
-    shown_characters: int = Field(
-        4000,
-        ge=100,
-        description="Number of characters that the agent sees of a command's output, half from its "
-        "beginning and half from its end.",
-    )
+    """Sandbox of the commands: local, docker or remote."""
+    isolation: Literal["kernel", "namespaces"] = "namespaces"
+    """Weakest isolation allowed."""
+    workers: int = Field(2, gt=0)
+    """Maximum number of commands that run at once."""
+    instructions: str = INSTRUCTIONS
+    """Text appended to each goal."""
+    commands: int = Field(20, gt=0)
+    """Maximum number of commands in an attempt, which is then judged."""
+    command_timeout_s: float = Field(30.0, gt=0)
+    """Wall time limit of a command, in seconds."""
+    cpu_s: float = Field(30.0, gt=0)
+    """CPU time limit of each process, in seconds."""
+    memory_mib: int = Field(512, ge=64)
+    """Memory limit of a session in MiB."""
+    shown_characters: int = Field(4000, ge=100)
+    """Number of characters that the agent sees of a command's output, half from its beginning and
+    half from its end."""
 
 
 @dataclass
 class Attempt:
-    """The state of one attempt.
-
-    Attributes:
-        n_commands: Number of commands so far.
-        seconds: Wall time of all commands so far.
-    """
+    """The state of one attempt."""
 
     task: Task
     session: Session
     n_commands: int = 0
+    """Number of commands so far."""
     seconds: float = 0.0
+    """Wall time of all commands so far."""
 
 
 class ShellEnvironment(Rows):

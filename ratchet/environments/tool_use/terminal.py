@@ -40,13 +40,12 @@ class TerminalConfig(ShellConfig):
 
     builds: ClassVar[str] = "ratchet.environments.tool_use.terminal:Terminal"
 
-    train: DataFile = Field(description="A file, or an address in an object store.")
-    test: DataFile | None = Field(
-        None, description="File of the test split, or an address in an object store."
-    )
-    check_timeout_s: float = Field(
-        60.0, gt=0, description="Wall time limit of the check, in seconds."
-    )
+    train: DataFile
+    """A file, or an address in an object store."""
+    test: DataFile | None = None
+    """File of the test split, or an address in an object store."""
+    check_timeout_s: float = Field(60.0, gt=0)
+    """Wall time limit of the check, in seconds."""
 
 
 # The names of two directories. In capitals, they name the variables with the directories' paths.

@@ -39,17 +39,13 @@ class ArithmeticConfig(EnvironmentConfig):
     default_reward: ClassVar[str] = "exact_match"
     data_kinds: ClassVar[frozenset[str]] = ALL_SOURCES
 
-    digits: int = Field(
-        2, ge=1, le=100, description="Number of digits of each operand, padded with zeros."
-    )
-    operators: IntegerOperators = Field(
-        ("+",), description="Operators, drawn with equal probabilities."
-    )
-    reverse: bool = Field(
-        False,
-        description="Write the answer with its least significant digit first, padded to the "
-        "maximum width: 37+48= -> 580.",
-    )
+    digits: int = Field(2, ge=1, le=100)
+    """Number of digits of each operand, padded with zeros."""
+    operators: IntegerOperators = ("+",)
+    """Operators, drawn with equal probabilities."""
+    reverse: bool = False
+    """Write the answer with its least significant digit first, padded to the maximum width: 37+48=
+    -> 580."""
 
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}

@@ -22,20 +22,18 @@ class CountdownConfig(EnvironmentConfig):
     builds: ClassVar[str] = "ratchet.environments.toy.countdown:Countdown"
     default_reward: ClassVar[str] = "countdown"
 
-    numbers: int = Field(4, ge=2, le=6, description="Number of given numbers.")
-    max_number: int = Field(
-        20, ge=2, le=10_000, description="Largest given number; the smallest is 1."
-    )
-    max_target: int = Field(
-        100, ge=2, le=1_000_000, description="Largest target; the smallest is 1."
-    )
-    operators: Operators = Field(("+", "-", "*"), description="Operators of the sample solutions.")
-    use_all: bool = Field(
-        True, description="True: each number must be used exactly once. False: at most once."
-    )
-    template: str = Field(
-        "{numbers}:{target}=", description="Template of the prompt, with {numbers} and {target}."
-    )
+    numbers: int = Field(4, ge=2, le=6)
+    """Number of given numbers."""
+    max_number: int = Field(20, ge=2, le=10_000)
+    """Largest given number; the smallest is 1."""
+    max_target: int = Field(100, ge=2, le=1_000_000)
+    """Largest target; the smallest is 1."""
+    operators: Operators = ("+", "-", "*")
+    """Operators of the sample solutions."""
+    use_all: bool = True
+    """True: each number must be used exactly once. False: at most once."""
+    template: str = "{numbers}:{target}="
+    """Template of the prompt, with {numbers} and {target}."""
 
     @field_validator("template")
     @classmethod

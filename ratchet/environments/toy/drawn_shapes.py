@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from ratchet.config.sections import ALL_SOURCES, EnvironmentConfig
 from ratchet.data.formats.media import embed
@@ -48,47 +48,33 @@ class ShapesConfig(EnvironmentConfig):
     data_kinds: ClassVar[frozenset[str]] = ALL_SOURCES
     needs_media: ClassVar[bool] = True
 
-    size: int = Field(48, ge=16, le=1024, description="Side of the picture, in pixels.")
-    grid: int = Field(
-        3,
-        ge=2,
-        le=8,
-        description="Number of cells on a side of the picture; each has at most one thing.",
-    )
-    things: tuple[int, int] = Field(
-        (1, 4), description="Smallest and largest number of things in a picture."
-    )
-    jitter: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="Maximum distance of things from the centre of their cell, as a share of the "
-        "distance at which they touch its border.",
-    )
+    size: int = Field(48, ge=16, le=1024)
+    """Side of the picture, in pixels."""
+    grid: int = Field(3, ge=2, le=8)
+    """Number of cells on a side of the picture; each has at most one thing."""
+    things: tuple[int, int] = (1, 4)
+    """Smallest and largest number of things in a picture."""
+    jitter: float = Field(0.5, ge=0, le=1)
+    """Maximum distance of things from the centre of their cell, as a share of the distance at which
+    they touch its border."""
     shapes: Annotated[tuple[Shape, ...], AfterValidator(_check_distinct)] = Field(
-        ("circle", "square", "triangle"),
-        min_length=1,
-        description="Shapes, drawn with equal probabilities.",
+        ("circle", "square", "triangle"), min_length=1
     )
+    """Shapes, drawn with equal probabilities."""
     colours: Annotated[tuple[Colour, ...], AfterValidator(_check_distinct)] = Field(
-        ("red", "green", "blue", "yellow"),
-        min_length=1,
-        description="Colours, drawn with equal probabilities.",
+        ("red", "green", "blue", "yellow"), min_length=1
     )
+    """Colours, drawn with equal probabilities."""
     questions: Annotated[tuple[Question, ...], AfterValidator(_check_distinct)] = Field(
-        ("count", "colour", "shape", "position"),
-        min_length=1,
-        description="Kinds of questions, drawn with equal probabilities.",
+        ("count", "colour", "shape", "position"), min_length=1
     )
+    """Kinds of questions, drawn with equal probabilities."""
 
-    shuffled: bool = Field(
-        False,
-        description="Show another random picture with each question, to measure a model's accuracy "
-        "without looking.",
-    )
+    shuffled: bool = False
+    """Show another random picture with each question, to measure a model's accuracy without
+    looking."""
 
-    @model_validator(mode="after")
-    def _check_questions(self) -> ShapesConfig:
+    def check_keys(self) -> None:
         fewest, most = self.things
         if not 1 <= fewest <= most:
             raise ValueError(f"things={[fewest, most]} must be [fewest, most], with at least 1")
@@ -113,28 +99,24 @@ class ShapesConfig(EnvironmentConfig):
                     f"questions has {kind}, but {kind}s has only one value: add one to {kind}s, or "
                     f"remove {kind} from questions"
                 )
-        return self
 
 
 FILLED_SHARE = 0.6  # size of a thing as a share of its cell's side
 
 
 class Thing(NamedTuple):
-    """A shape in the picture.
-
-    Attributes:
-        row: Row of its cell.
-        column: Column of its cell.
-        right: Offset to the right from the centre of the cell, in pixels.
-        down: Offset down from the centre of the cell, in pixels.
-    """
+    """A shape in the picture."""
 
     shape: str
     colour: str
     row: int
+    """Row of its cell."""
     column: int
+    """Column of its cell."""
     right: int
+    """Offset to the right from the centre of the cell, in pixels."""
     down: int
+    """Offset down from the centre of the cell, in pixels."""
 
     @property
     def name(self) -> str:
@@ -142,15 +124,12 @@ class Thing(NamedTuple):
 
 
 class ShapeQuestion(NamedTuple):
-    """A question and its answer.
-
-    Attributes:
-        answers: All possible answers, including the correct one.
-    """
+    """A question and its answer."""
 
     question: str
     answer: str
     answers: Sequence[str]
+    """All possible answers, including the correct one."""
 
 
 class Shapes(SingleAnswer, Procedural):

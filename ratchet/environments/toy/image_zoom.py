@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.sections import EnvironmentConfig
 from ratchet.data.formats.media import embed
@@ -47,34 +47,26 @@ class ImageZoomConfig(EnvironmentConfig):
     data_kinds: ClassVar[frozenset[str]] = frozenset({"rows", "rollouts"})
     needs_media: ClassVar[bool] = True
 
-    grid: int = Field(3, ge=2, le=8, description="Number of cells on a side of the picture.")
-    squares: int = Field(
-        3, ge=1, le=len(COLOURS), description="Number of squares, each of another colour."
-    )
-    cell_px: int = Field(32, ge=16, le=256, description="Side of a cell, in pixels.")
-    shrink: int = Field(
-        2,
-        ge=2,
-        le=16,
-        description="Factor by which the picture of the first message is smaller on each side.",
-    )
-    max_zooms: int = Field(
-        3, ge=1, le=100, description="Number of zooms; a further one ends the attempt."
-    )
-    actions: Literal["text", "tools"] = Field(
-        "text",
-        description="Form of a zoom. text: a message such as `zoom 2 3`. tools: a call of the tool "
-        "zoom, for a model whose chat template has tool calls.",
-    )
+    grid: int = Field(3, ge=2, le=8)
+    """Number of cells on a side of the picture."""
+    squares: int = Field(3, ge=1, le=len(COLOURS))
+    """Number of squares, each of another colour."""
+    cell_px: int = Field(32, ge=16, le=256)
+    """Side of a cell, in pixels."""
+    shrink: int = Field(2, ge=2, le=16)
+    """Factor by which the picture of the first message is smaller on each side."""
+    max_zooms: int = Field(3, ge=1, le=100)
+    """Number of zooms; a further one ends the attempt."""
+    actions: Literal["text", "tools"] = "text"
+    """Form of a zoom. text: a message such as `zoom 2 3`. tools: a call of the tool zoom, for a
+    model whose chat template has tool calls."""
 
-    @model_validator(mode="after")
-    def _check_squares(self) -> ImageZoomConfig:
+    def check_keys(self) -> None:
         if self.squares > self.grid**2:
             raise ValueError(
                 f"squares={self.squares} don't fit into grid={self.grid}: set squares to "
                 f"{self.grid**2} or less"
             )
-        return self
 
 
 class ImageZoom(Procedural):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.environments.games.game import Game, GameConfig
 from ratchet.environments.single_turn import Problem
@@ -19,40 +19,33 @@ class NumberGuessingConfig(GameConfig):
 
     builds: ClassVar[str] = "ratchet.environments.toy.number_guessing:NumberGuessing"
 
-    max_moves: int = Field(6, ge=1, le=100, description="Maximum number of guesses.")
-    numbers: int = Field(50, ge=2, le=1_000_000, description="Number of possible numbers.")
-    max_low: int = Field(
-        999,
-        ge=9,
-        le=1_000_000,
-        description="Largest lower end of the range; each task draws its lower end from 0 to this.",
-    )
+    max_moves: int = Field(6, ge=1, le=100)
+    """Maximum number of guesses."""
+    numbers: int = Field(50, ge=2, le=1_000_000)
+    """Number of possible numbers."""
+    max_low: int = Field(999, ge=9, le=1_000_000)
+    """Largest lower end of the range; each task draws its lower end from 0 to this."""
 
-    @model_validator(mode="after")
-    def _require_enough_moves(self) -> NumberGuessingConfig:
+    def check_keys(self) -> None:
         if 2**self.max_moves <= self.numbers:
             raise ValueError(
                 f"max_moves={self.max_moves} guesses tell at most {2**self.max_moves - 1} numbers "
                 f"apart, and there are numbers={self.numbers}: raise max_moves, or lower numbers"
             )
-        return self
 
 
 class GuessingState(NamedTuple):
-    """The state of a game.
-
-    Attributes:
-        low: The smallest number that the hints so far allow.
-        high: The largest number that the hints so far allow.
-        secret: The number to find.
-        hint: "<" if the number is lower than the last guess, ">" if it is higher, "=" if the guess
-            was correct, "" at the start.
-    """
+    """The state of a game."""
 
     low: int
+    """The smallest number that the hints so far allow."""
     high: int
+    """The largest number that the hints so far allow."""
     secret: int
+    """The number to find."""
     hint: str = ""
+    """"<" if the number is lower than the last guess, ">" if it is higher, "=" if the guess was
+    correct, "" at the start."""
 
 
 HINTS = {"<": "lower", ">": "higher"}

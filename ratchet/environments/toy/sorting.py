@@ -22,7 +22,8 @@ class SortingConfig(EnvironmentConfig):
     default_reward: ClassVar[str] = "exact_match"
     data_kinds: ClassVar[frozenset[str]] = ALL_SOURCES
 
-    digits: int = Field(8, ge=1, le=1000, description="Number of digits to sort.")
+    digits: int = Field(8, ge=1, le=1000)
+    """Number of digits to sort."""
 
 
 class Sorting(SingleAnswer, Procedural):

@@ -29,22 +29,12 @@ class WorkersConfig(EnvironmentConfig):
 
     builds: ClassVar[str] = "ratchet.environments.workers.environment:workers"
 
-    worker: Annotated[AnyEnvironment, Slot("worker_environment")] = Field(
-        description="Environment that the workers play."
-    )
-    processes: int = Field(
-        2,
-        ge=1,
-        le=1024,
-        description="Maximum number of worker processes; each starts when it is needed.",
-    )
-    threads: int = Field(
-        8,
-        ge=1,
-        le=1024,
-        description="Number of threads of each worker; attempts in the same thread block each "
-        "other.",
-    )
+    worker: Annotated[AnyEnvironment, Slot("worker_environment")]
+    """Environment that the workers play."""
+    processes: int = Field(2, ge=1, le=1024)
+    """Maximum number of worker processes; each starts when it is needed."""
+    threads: int = Field(8, ge=1, le=1024)
+    """Number of threads of each worker; attempts in the same thread block each other."""
 
     @property
     def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -41,17 +41,14 @@ class EnvironmentRaised(RatchetError):
 
 @dataclass(eq=False)
 class Assignment:
-    """The thread of a worker to which one environment instance is assigned.
-
-    Attributes:
-        number: A unique number, by which the worker identifies the instance.
-        is_playing: True while an attempt is running.
-    """
+    """The thread of a worker to which one environment instance is assigned."""
 
     worker: Worker
     thread: int
     number: int = field(default_factory=itertools.count().__next__)
+    """A unique number, by which the worker identifies the instance."""
     is_playing: bool = True
+    """True while an attempt is running."""
 
 
 @dataclass(eq=False)

@@ -23,11 +23,9 @@ class RewardStdConfig(Section):
 
     builds: ClassVar[str] = "ratchet.experience.async_rollouts.group_filter:build_reward_std"
 
-    above: float = Field(
-        ge=0,
-        description="Lower bound, exclusive, of the population standard deviation of a group's "
-        "rewards, as judged (before shaping).",
-    )
+    above: float = Field(ge=0)
+    """Lower bound, exclusive, of the population standard deviation of a group's rewards, as judged
+    (before shaping)."""
 
 
 def build_reward_std(config: RewardStdConfig) -> Callable[[Group], bool]:

@@ -23,21 +23,18 @@ Order = Literal["issued", "ready"]
 
 @dataclass(eq=False)
 class ScheduledGroup:
-    """A group from its start to the step that trains on it.
-
-    Attributes:
-        number: The group's position in the order of starts.
-        version: The version of the weights with which the group began.
-        group: The finished group; None while it is in flight.
-        journal: Completions drawn for the group, by the request's seed (see `ResumableGenerator`).
-    """
+    """A group from its start to the step that trains on it."""
 
     number: int
+    """The group's position in the order of starts."""
     version: int
+    """The version of the weights with which the group began."""
     id: str
     task: Task
     group: Group | None = None
+    """The finished group; None while it is in flight."""
     journal: dict[int, Completion] = field(default_factory=dict)
+    """Completions drawn for the group, by the request's seed (see `ResumableGenerator`)."""
 
 
 class StalenessScheduler:

@@ -37,17 +37,13 @@ N_REPEATED = 4  # number of rows, and of tokens per row, that the sampler genera
 
 @dataclass(frozen=True)
 class ParityPair:
-    """The learner and the sampler to compare.
-
-    Attributes:
-        fingerprints: The fingerprints of the tokenizers, by owner: "policy" and, if known,
-            "generator".
-    """
+    """The learner and the sampler to compare."""
 
     learner: Learner
     generator: Generator
     weight_sync: WeightSync
     fingerprints: Mapping[str, str]
+    """The fingerprints of the tokenizers, by owner: "policy" and, if known, "generator"."""
 
     @classmethod
     def create(

@@ -21,36 +21,30 @@ DISAGREEMENT, CANARY_REWARD = "second_opinion/disagreement", "canary/reward"
 
 @dataclass(frozen=True)
 class ProbeFindings:
-    """The results of a check.
-
-    Attributes:
-        metrics: Metrics by prefix and key.
-        exhibits: Example attempts, by the metric that they explain.
-    """
+    """The results of a check."""
 
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Metrics by prefix and key."""
     exhibits: dict[str, list[Exhibit]] = field(default_factory=dict)
+    """Example attempts, by the metric that they explain."""
 
 
 @dataclass
 class RewardHackingProbes:
-    """The checks for reward hacking.
-
-    Attributes:
-        every: Steps between two checks.
-        sample: Number of attempts that are judged again at each check.
-        second_reward: The reward that judges attempts again; nothing trains on it.
-        manager: Plays the canaries and judges them by the training reward.
-        canaries: Tasks that must not earn a reward.
-        sampling: Sampling of the canaries, apart from the temperature, which is 0.
-    """
+    """The checks for reward hacking."""
 
     every: int
+    """Steps between two checks."""
     sample: int
+    """Number of attempts that are judged again at each check."""
     second_reward: Reward | None = None
+    """The reward that judges attempts again; nothing trains on it."""
     manager: RolloutManager | None = None
+    """Plays the canaries and judges them by the training reward."""
     canaries: Sequence[Task] = ()
+    """Tasks that must not earn a reward."""
     sampling: Sampling = field(default_factory=Sampling)
+    """Sampling of the canaries, apart from the temperature, which is 0."""
 
     @property
     def managers(self) -> tuple[RolloutManager, ...]:

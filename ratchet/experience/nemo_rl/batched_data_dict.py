@@ -48,18 +48,15 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
     Example: `BatchedDataDict[DatumSpec]({"idx": [0, 1], "length": torch.tensor([3, 5])})`. The type
     parameter names the fields of a row. Operations raise DataError if columns differ in length or
     an argument does not fit the batch.
-
-    Attributes:
-        micro_batch_indices: Of a shard that was divided by lengths, for each chunk: the first row
-            of each micro-batch and the row after its last, counted from the chunk's first. None for
-            other batches.
-        micro_batch_lengths: For each chunk: the length of each micro-batch in tokens, rounded up.
-        elem_counts_per_gb: The number of rows of each chunk.
     """
 
     micro_batch_indices: Sequence[Sequence[Sequence[int]]] | None = None
+    """Of a shard that was divided by lengths, for each chunk: the first row of each micro-batch and
+    the row after its last, counted from the chunk's first. None for other batches."""
     micro_batch_lengths: Sequence[Sequence[int]] = ()
+    """For each chunk: the length of each micro-batch in tokens, rounded up."""
     elem_counts_per_gb: Sequence[int] = ()
+    """The number of rows of each chunk."""
 
     @classmethod
     def from_batches(

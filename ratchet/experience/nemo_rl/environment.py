@@ -27,25 +27,21 @@ SCALAR = "reward"
 
 
 class EnvironmentReturn(NamedTuple, Generic[Metadata]):
-    """The return value of `step`, with a row for each conversation.
-
-    Attributes:
-        observations: The next messages, with `role` and `content`: text, or a list of parts, some
-            of them images.
-        metadata: Passed to the next `step`; None leaves it unchanged.
-        next_stop_strings: Stop strings of the policy's next turn; None leaves them unchanged, []
-            removes them.
-        rewards: The turn's rewards, float [B], or named parts that sum to them, each float [B].
-        terminateds: True where the episode ended, bool [B].
-        answers: The extracted answers, if any.
-    """
+    """The return value of `step`, with a row for each conversation."""
 
     observations: Sequence[Mapping[str, Any]]
+    """The next messages, with `role` and `content`: text, or a list of parts, some of them
+    images."""
     metadata: Sequence[Metadata]
+    """Passed to the next `step`; None leaves it unchanged."""
     next_stop_strings: Sequence[Sequence[str] | None] | None
+    """Stop strings of the policy's next turn; None leaves them unchanged, [] removes them."""
     rewards: Tensor | Mapping[str, Tensor]
+    """The turn's rewards, float [B], or named parts that sum to them, each float [B]."""
     terminateds: Tensor
+    """True where the episode ended, bool [B]."""
     answers: Sequence[str | None] | None
+    """The extracted answers, if any."""
 
 
 class EnvironmentInterface(ABC, Generic[Metadata]):
@@ -53,19 +49,15 @@ class EnvironmentInterface(ABC, Generic[Metadata]):
 
     The state of a conversation belongs in its metadata, not in the instance: each call gets copies,
     rows are grouped arbitrarily, and several threads may call `step` at once.
-
-    Attributes:
-        raw_observations: True (as in NeMo RL): the observation's text is tokenized without the chat
-            template, and special tokens written in it are parsed. The environment must write the
-            turn headers itself, or may continue the policy's turn. False (default): the chat
-            template renders observations.
-        judges_cut_answers: True: `step` is also called for an answer that the token budget cut off,
-            and its reward counts; the row ends there. False (default): the environment does not get
-            such an answer.
     """
 
     raw_observations: bool = False
+    """True (as in NeMo RL): the observation's text is tokenized without the chat template, and
+    special tokens written in it are parsed. The environment must write the turn headers itself, or
+    may continue the policy's turn. False (default): the chat template renders observations."""
     judges_cut_answers: bool = False
+    """True: `step` is also called for an answer that the token budget cut off, and its reward
+    counts; the row ends there. False (default): the environment does not get such an answer."""
 
     @abstractmethod
     def step(

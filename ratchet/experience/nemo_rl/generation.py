@@ -37,13 +37,10 @@ class PromptRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class WithSampling:
-    """A generator with sampling parameters, for rollout functions without a sampling argument.
-
-    Attributes:
-        generator: Any object with the `generate` of `ratchet.protocols.Generator`.
-    """
+    """A generator with sampling parameters, for rollout functions without a sampling argument."""
 
     generator: Any
+    """Any object with the `generate` of `ratchet.protocols.Generator`."""
     sampling: Sampling
 
     @property

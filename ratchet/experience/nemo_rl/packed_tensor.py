@@ -29,15 +29,12 @@ class PackedTensorError(DataError, ValueError, IndexError, RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class PackedSegment:
-    """A tensor of a row, such as the patches of an image.
-
-    Attributes:
-        key: Identifies the content. Copies keep it, also those of other processes, so that rows
-            which are brought together again share the segment.
-    """
+    """A tensor of a row, such as the patches of an image."""
 
     tensor: Tensor
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Identifies the content. Copies keep it, also those of other processes, so that rows which are
+    brought together again share the segment."""
 
 
 class PackedTensor:

@@ -30,14 +30,11 @@ from ratchet.types import Cancelled, Failed, Owner, Sampling, Task, Trajectory
 
 @dataclass(frozen=True)
 class RowPlayer:
-    """A player of a NeMo RL batch's rows.
-
-    Attributes:
-        policy_generation: Provides the sampling parameters and the version of the weights. The
-            completions come from the `generator` that `play` gets.
-    """
+    """A player of a NeMo RL batch's rows."""
 
     policy_generation: Any
+    """Provides the sampling parameters and the version of the weights. The completions come from
+    the `generator` that `play` gets."""
     tokenizer: TokenizerType
     max_seq_len: int
     max_rollout_turns: int

@@ -91,13 +91,10 @@ class GenerationInterface(ABC):
 
     `PolicyGeneration` adds upstream's calls before and after a generation and a refit to a
     generator of Ratchet. The rollout functions do not make these calls.
-
-    Attributes:
-        reads_media: True if `generate` reads the column `media`. Otherwise prompts with media are
-            refused.
     """
 
     reads_media: bool = False
+    """True if `generate` reads the column `media`. Otherwise prompts with media are refused."""
 
     @abstractmethod
     def generate(

@@ -68,17 +68,14 @@ class LogRenderer(Renderer):
 
 @dataclass(frozen=True)
 class AnswerDecoder:
-    """A decoder of the policy's answers. Its tokenizer may be written in Python (no fast backend).
-
-    Attributes:
-        stop_ids: The tokens that end an answer.
-        pad_id: The padding token.
-        decode: A function that returns the text of an answer's tokens.
-    """
+    """A decoder of the policy's answers. Its tokenizer may have no fast backend."""
 
     stop_ids: tuple[int, ...]
+    """The tokens that end an answer."""
     pad_id: int
+    """The padding token."""
     decode: Callable[[Sequence[int], StopReason], str]
+    """A function that returns the text of an answer's tokens."""
 
 
 def get_answer_decoder(tokenizer: TokenizerType | DecodingTokenizer) -> AnswerDecoder:

@@ -26,17 +26,14 @@ class TokenScores:
     """Log-probabilities of the tokens of a text.
 
     T = tokens, K = likeliest tokens of each position.
-
-    Attributes:
-        logprobs: float32 [T], of each token given the tokens before it; NaN for a text's first
-            token.
-        top_ids: int64 [T, K], the likeliest tokens of each position.
-        top_logprobs: float32 [T, K].
     """
 
     logprobs: NDArray[np.float32]
+    """float32 [T], of each token given the tokens before it; NaN for a text's first token."""
     top_ids: NDArray[np.int64]
+    """int64 [T, K], the likeliest tokens of each position."""
     top_logprobs: NDArray[np.float32]
+    """float32 [T, K]."""
 
     @classmethod
     def from_completion(cls, completion: Completion) -> TokenScores:
@@ -129,20 +126,17 @@ def _describe_token(token: int, logprob: float, names: TokenNames) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class ChatReply:
-    """The content of a chat completion.
-
-    Attributes:
-        prompt: int64, the tokens that the policy read.
-        logprobs: The entries of the sampled tokens, if they were requested.
-        stop_string: The requested stop string that ended the answer, if one did.
-    """
+    """The content of a chat completion."""
 
     request: ChatRequest
     message: Message
     prompt: NDArray[np.int64]
+    """int64, the tokens that the policy read."""
     completion: Completion
     logprobs: list[dict[str, Any]] | None = None
+    """The entries of the sampled tokens, if they were requested."""
     stop_string: str | None = None
+    """The requested stop string that ended the answer, if one did."""
 
 
 @dataclass(frozen=True, slots=True)

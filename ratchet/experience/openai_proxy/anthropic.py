@@ -327,14 +327,11 @@ class MessagesRequest(CountTokensRequest):
 
 @dataclass(frozen=True, slots=True)
 class MessagesFormat:
-    """The form of a reply as an Anthropic message.
-
-    Attributes:
-        name: Id of the message.
-    """
+    """The form of a reply as an Anthropic message."""
 
     request: ChatRequest
     name: str
+    """Id of the message."""
 
     def write_body(self, reply: ChatReply) -> dict[str, Any]:
         """Return the response body."""

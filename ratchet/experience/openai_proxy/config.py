@@ -12,17 +12,14 @@ from ratchet.config.base import Section
 
 @dataclass(frozen=True)
 class AgentServerSettings:
-    """The settings of the server that an agent's attempts call.
-
-    Attributes:
-        ignored: Fields of requests that have no effect.
-        host: The address that the server listens on.
-        public_host: The host name in the base URL that agents get; None: `host`.
-    """
+    """The settings of the server that an agent's attempts call."""
 
     ignored: tuple[str, ...] = ()
+    """Fields of requests that have no effect."""
     host: str = "127.0.0.1"
+    """The address that the server listens on."""
     public_host: str | None = None
+    """The host name in the base URL that agents get; None: `host`."""
 
 
 LOCAL_SERVER = AgentServerSettings()
@@ -37,9 +34,7 @@ class CommandConfig(Section):
 
     builds: ClassVar[str] = "ratchet.experience.openai_proxy.agents:CommandAgent"
 
-    command: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = (
-        Field(description="The program and its arguments; no shell reads it.")
-    )
-    directory: str | None = Field(
-        None, description="Working directory of the program; null: where the run was started."
-    )
+    command: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+    """The program and its arguments; no shell reads it."""
+    directory: str | None = None
+    """Working directory of the program; null: where the run was started."""

@@ -29,19 +29,17 @@ class AgentPlayer:
 
     The environment only provides the tasks: its `reset` and `step` are not called, and rewards
     judge the attempts.
-
-    Attributes:
-        max_context: Maximum number of tokens in the model's context.
-        max_turns: Maximum number of answers that an attempt may request.
-        timeout_s: Time limit of a whole attempt in seconds; None sets no limit.
     """
 
     agent: Agent
     generator: Generator
     renderer: Renderer
     max_context: int
+    """Maximum number of tokens in the model's context."""
     max_turns: int = 64
+    """Maximum number of answers that an attempt may request."""
     timeout_s: float | None = None
+    """Time limit of a whole attempt in seconds; None sets no limit."""
     proxy: Proxy = field(default_factory=Proxy)
 
     async def play(

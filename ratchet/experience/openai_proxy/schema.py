@@ -209,13 +209,7 @@ Metadata = Annotated[dict[str, str], BeforeValidator(_check_entry_count)]
 
 
 class ChatRequest(SamplingFields):
-    """A validated request for a chat completion.
-
-    Attributes:
-        return_token_ids: Return the ids of the prompt and of the answer too.
-        return_tokens_as_token_ids: Name tokens in `logprobs` "token_id:N", not by their text.
-        chat_template_kwargs: Variables of the chat template, which hold for this request.
-    """
+    """A validated request for a chat completion."""
 
     messages: Annotated[
         list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
@@ -228,9 +222,12 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
+    """Return the ids of the prompt and of the answer too."""
     return_tokens_as_token_ids: bool | None = None
+    """Name tokens in `logprobs` "token_id:N", not by their text."""
     skip_special_tokens: Literal[True] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_variables)] | None = None
+    """Variables of the chat template, which hold for this request."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None

@@ -64,30 +64,27 @@ def make_trajectories(
 
 @dataclass(eq=False)
 class AgentAnswer:
-    """An answer of the policy.
-
-    Attributes:
-        prompt: All tokens before the answer.
-        messages: The conversation, with the answer last.
-        key: The digest of the conversation, the answer included.
-        parent: The answer whose tokens the prompt begins with, if any.
-        sampling: The sampling parameters of the answer.
-        n_malformed: Number of malformed tool calls.
-        cut: True if a limit of the run ended the answer, not the policy or the agent.
-        media: The images of the prompt, with their places in it.
-        strand: The strand in which the answer was recorded; None before that.
-    """
+    """An answer of the policy."""
 
     prompt: NDArray[np.int64]
+    """All tokens before the answer."""
     completion: Completion
     messages: tuple[Message, ...]
+    """The conversation, with the answer last."""
     key: bytes
+    """The digest of the conversation, the answer included."""
     parent: AgentAnswer | None
+    """The answer whose tokens the prompt begins with, if any."""
     sampling: Sampling
+    """The sampling parameters of the answer."""
     n_malformed: int
+    """Number of malformed tool calls."""
     cut: bool
+    """True if a limit of the run ended the answer, not the policy or the agent."""
     media: tuple[PlacedMedium, ...] = ()
+    """The images of the prompt, with their places in it."""
     strand: AgentStrand | None = None
+    """The strand in which the answer was recorded; None before that."""
 
     @property
     def message(self) -> Message:
@@ -100,16 +97,13 @@ class AgentAnswer:
 
 @dataclass(frozen=True)
 class AgentPrompt:
-    """The prompt of a request.
-
-    Attributes:
-        parent: The answer whose tokens the prompt begins with, if any.
-        media: The images, with their places in `tokens`.
-    """
+    """The prompt of a request."""
 
     tokens: NDArray[np.int64]
     parent: AgentAnswer | None = None
+    """The answer whose tokens the prompt begins with, if any."""
     media: tuple[PlacedMedium, ...] = ()
+    """The images, with their places in `tokens`."""
 
 
 def find_token_parent(

@@ -67,14 +67,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class CompletionRequest(SamplingFields):
-    """A validated request for text completions.
-
-    Attributes:
-        prompt: Text, token ids, or a list of either. Each gets a completion of its own.
-        logprobs: Number of likeliest tokens per position; 0: only the log-probability of each token
-            itself; None: no log-probabilities.
-        echo: Put the prompt before its completion, in text and `logprobs`.
-    """
+    """A validated request for text completions."""
 
     max_values = MAX_TOKEN_VALUES
 
@@ -87,8 +80,12 @@ class CompletionRequest(SamplingFields):
             Field(min_length=1, max_length=MAX_PROMPTS),
         ]
     )
+    """Text, token ids, or a list of either. Each gets a completion of its own."""
     echo: bool | None = None
+    """Put the prompt before its completion, in text and `logprobs`."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
+    """Number of likeliest tokens per position; 0: only the log-probability of each token itself;
+    None: no log-probabilities."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
@@ -207,17 +204,14 @@ class DetokenizeRequest(WireRequest):
 
 @dataclass(frozen=True)
 class TokenCompletion:
-    """A completion of a prompt of token ids.
-
-    Attributes:
-        answer: The sampled completion; None if the prompt was only scored.
-        scores: Log-probabilities of the completion's tokens, after those of the prompt's tokens if
-            the prompt is echoed; None if none were requested.
-    """
+    """A completion of a prompt of token ids."""
 
     prompt: Sequence[int]
     answer: AgentAnswer | None
+    """The sampled completion; None if the prompt was only scored."""
     scores: TokenScores | None = None
+    """Log-probabilities of the completion's tokens, after those of the prompt's tokens if the
+    prompt is echoed; None if none were requested."""
 
     @property
     def completion(self) -> Completion:

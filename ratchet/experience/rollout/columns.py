@@ -34,15 +34,12 @@ get_turn_fields = attrgetter(*(field.name for field in fields(Turn)))
 
 @dataclass(frozen=True, slots=True)
 class PackedColumn:
-    """A field of many trajectories, end to end.
-
-    Attributes:
-        values: The values of the n trajectories that have the field.
-        present_S: True for these trajectories; None if all have it.
-    """
+    """A field of many trajectories, end to end."""
 
     values: NDArray[Any]
+    """The values of the n trajectories that have the field."""
     present_S: Sequence[bool] | None
+    """True for these trajectories; None if all have it."""
 
     @classmethod
     def concatenate(cls, arrays_S: Sequence[NDArray[Any] | None]) -> PackedColumn | None:
@@ -65,23 +62,20 @@ class PackedColumn:
 
 @dataclass(frozen=True, slots=True)
 class PackedGroups:
-    """A list of groups packed for transfer. Their tasks are not sent.
-
-    Attributes:
-        lengths: Number of tokens of each trajectory.
-        columns: The token columns by field name.
-        others: The other fields by name.
-        ids: The id of each group.
-        uses: `Group.n_uses` of each group, the number of steps that trained on it before.
-        counts: Number of trajectories of each group.
-    """
+    """A list of groups packed for transfer. Their tasks are not sent."""
 
     lengths: Sequence[int]
+    """Number of tokens of each trajectory."""
     columns: Mapping[str, PackedColumn | None]
+    """The token columns by field name."""
     others: Mapping[str, Sequence[Any]]
+    """The other fields by name."""
     ids: Sequence[str]
+    """The id of each group."""
     uses: Sequence[int]
+    """`Group.n_uses` of each group, the number of steps that trained on it before."""
     counts: Sequence[int]
+    """Number of trajectories of each group."""
 
     @classmethod
     def pack(cls, groups: Sequence[Group]) -> PackedGroups:

@@ -52,22 +52,19 @@ from ratchet.utils.user_code import UserCodeFailed
 
 @dataclass(frozen=True)
 class EpisodePlayer:
-    """A player of attempts. All attempts share one player.
-
-    Attributes:
-        max_context: Maximum number of tokens in the model's context; the last turn is cut to it.
-        max_turns: Number of turns after which an attempt is truncated.
-        history_window: Number of past turns in a turn's prompt; None: all turns, in one strand.
-        timeout_s: Seconds for a whole attempt, including waits for the generator; None: no limit.
-            Only code that awaits can be interrupted, not code that blocks the event loop.
-    """
+    """A player of attempts. All attempts share one player."""
 
     generator: Generator
     renderer: Renderer
     max_context: int
+    """Maximum number of tokens in the model's context; the last turn is cut to it."""
     max_turns: int = 64
+    """Number of turns after which an attempt is truncated."""
     history_window: int | None = None
+    """Number of past turns in a turn's prompt; None: all turns, in one strand."""
     timeout_s: float | None = None
+    """Seconds for a whole attempt, including waits for the generator; None: no limit. Only code
+    that awaits can be interrupted, not code that blocks the event loop."""
 
     async def play(
         self,

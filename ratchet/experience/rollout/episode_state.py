@@ -129,17 +129,17 @@ class TokenRecord:
 
 @dataclass(slots=True)
 class EpisodeStrand:
-    """A part of an attempt in which each prompt extends the one before. It becomes one trajectory.
+    """A part of an attempt in which each prompt extends the one before.
 
-    Attributes:
-        message_count: Number of leading messages of the conversation that the strand covers.
-        media: The media of all tokens so far.
+    It becomes one trajectory.
     """
 
     record: TokenRecord = field(default_factory=TokenRecord)
     turns: list[Turn] = field(default_factory=list)
     media: tuple[PlacedMedium, ...] = ()
+    """The media of all tokens so far."""
     message_count: int = 0
+    """Number of leading messages of the conversation that the strand covers."""
 
     @property
     def has_turns(self) -> bool:

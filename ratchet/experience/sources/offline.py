@@ -184,12 +184,10 @@ class AnswerSource(RowSource):
     """A source of answers that the environment supplies.
 
     The constructor raises ConfigError if the stream's environment supplies none.
-
-    Attributes:
-        method: The method of the environment that returns an answer.
     """
 
     method: str
+    """The method of the environment that returns an answer."""
 
     @staticmethod
     @abstractmethod

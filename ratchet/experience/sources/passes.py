@@ -18,19 +18,15 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class ResolvedRecipe:
-    """A recipe whose stages all have a number of steps, which replaces any `passes`.
-
-    Attributes:
-        config: The recipe.
-        notes: A text that describes the length of each stage that had `passes`, by the stage's
-            index.
-        environments: The environments that were built to count tasks, by the stage's index, so that
-            their data are not read twice.
-    """
+    """A recipe whose stages all have a number of steps, which replaces any `passes`."""
 
     config: RunConfig
+    """The recipe."""
     notes: Mapping[int, str] = field(default_factory=dict)
+    """A text that describes the length of each stage that had `passes`, by the stage's index."""
     environments: Mapping[int, Environment] = field(default_factory=dict)
+    """The environments that were built to count tasks, by the stage's index, so that their data are
+    not read twice."""
 
     @property
     def lines(self) -> Sequence[str]:

@@ -86,15 +86,12 @@ def map_memory(handle: Mapping[str, Any]) -> Tensor:
 
 @dataclass
 class DeviceCarrier(WeightCarrier):
-    """A carrier that copies each push into one buffer on an accelerator.
-
-    Args:
-        bytes_n: The buffer, uint8, with room for all weights.
-        dtype: dtype to which floating-point weights are converted.
-    """
+    """A carrier that copies each push into one buffer on an accelerator."""
 
     bytes_n: Tensor
+    """The buffer, uint8, with room for all weights."""
     dtype: torch.dtype
+    """dtype to which floating-point weights are converted."""
     _end: int = field(default=0, init=False)
 
     def offer(self) -> dict[str, Any]:

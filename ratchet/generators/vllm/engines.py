@@ -36,16 +36,12 @@ UNPUSHED_LABEL = "default"  # vLLM's label of weights that were not pushed
 
 
 class VLLMCore(EngineCore, Protocol):
-    """The engine core that `VLLMGenerator` drives: generation, weight pushes and placement.
-
-    Attributes:
-        sparse_layers: The layers with experts, whose routes completions have if a request asks for
-            them.
-        media_settings: How the model's media are read.
-    """
+    """The engine core that `VLLMGenerator` drives: generation, weight pushes and placement."""
 
     sparse_layers: Sequence[int]
+    """The layers with experts, whose routes completions have if a request asks for them."""
     media_settings: MediaSettings
+    """How the model's media are read."""
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every worker and return all results."""

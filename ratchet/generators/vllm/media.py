@@ -30,19 +30,16 @@ FRAME_RATE_HZ = 24  # what processors of transformers assume of frames without t
 
 @dataclass(frozen=True)
 class MediaSettings:
-    """The settings by which vLLM reads media.
-
-    Attributes:
-        audio_rate_hz: Sampling rate of the model's audio clips; None if it reads none.
-        takes_videos: True if vLLM was started for prompts with videos.
-        samples_frames: True if the model's processor chooses among a video's frames.
-        placeholders: The token that stands for a medium in the chat template, by kind.
-    """
+    """The settings by which vLLM reads media."""
 
     audio_rate_hz: int | None = None
+    """Sampling rate of the model's audio clips; None if it reads none."""
     takes_videos: bool = False
+    """True if vLLM was started for prompts with videos."""
     samples_frames: bool = False
+    """True if the model's processor chooses among a video's frames."""
     placeholders: Mapping[MediaKind, int] = field(default_factory=dict)
+    """The token that stands for a medium in the chat template, by kind."""
 
 
 def load_media_settings(directory: Path, arguments: Mapping[str, Any]) -> MediaSettings:

@@ -60,17 +60,14 @@ def make_entry(shape: torch.Size, dtype: torch.dtype, offset: int, digest: str) 
 
 @dataclass
 class FileCarrier(WeightCarrier):
-    """A carrier that writes each push to a file.
-
-    Args:
-        directory: where the files are written.
-        dtype: dtype to which floating-point weights are converted.
-        path: the file of the current push; None before its first weight.
-    """
+    """A carrier that writes each push to a file."""
 
     directory: Path
+    """where the files are written."""
     dtype: torch.dtype
+    """dtype to which floating-point weights are converted."""
     path: Path | None = None
+    """the file of the current push; None before its first weight."""
     _n_pushes: int = 0
 
     def store(self, tensor: Tensor) -> dict[str, Any]:
@@ -111,16 +108,14 @@ class PushWriter:
 
     A push has all weights or none, because vLLM fuses some weights, and would use uninitialised
     memory for a missing part.
-
-    Args:
-        carrier: stores the weights. It may be replaced while the push is empty.
-        shapes: shape of every weight, by its canonical name.
-        rename: returns a weight's name in vLLM.
     """
 
     carrier: WeightCarrier
+    """stores the weights. It may be replaced while the push is empty."""
     shapes: Mapping[str, tuple[int, ...]]
+    """shape of every weight, by its canonical name."""
     rename: Callable[[str], str] = str
+    """returns a weight's name in vLLM."""
     _entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     _partial_weights: dict[str, _PartialWeight] = field(default_factory=dict)
 

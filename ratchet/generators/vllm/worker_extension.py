@@ -177,10 +177,6 @@ class VLLMWorkerExtension(_VLLMWorker):
         self.pushed_version = version
         return ""
 
-    def get_pushed_version(self) -> int:
-        """Return the version of the last push that was loaded."""
-        return self.pushed_version
-
     def tie_to_driver(self, host: str, driver: int) -> list[str]:
         """End this worker and vLLM's engine when the driver's process ends.
 

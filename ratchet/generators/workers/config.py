@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.resolve import Slot, resolve
 from ratchet.config.schema import AnyGenerator
@@ -20,39 +20,27 @@ class GeneratorWorkersConfig(GeneratorSection):
     builds: ClassVar[str] = "ratchet.generators.workers.pool:GeneratorPool"
 
     worker: Annotated[AnyGenerator, Slot("worker_generator")] = Field(
-        default_factory=lambda: resolve("worker_generator", {"kind": "engine"}),
-        description="The generator that each worker holds.",
+        default_factory=lambda: resolve("worker_generator", {"kind": "engine"})
     )
-    workers: int = Field(
-        2, ge=1, le=1024, description="Number of processes, each with the whole model."
-    )
-    worker_runs: Literal["completions", "groups"] = Field(
-        "completions",
-        description="Work of each worker. completions: requests of the driver; groups: whole "
-        "groups of attempts, with their environments and rewards (rollout workers), which is "
-        "faster if attempts are short and many.",
-    )
-    recovery: Literal["none", "restart"] = Field(
-        "none",
-        description="Reaction to a worker that dies or is silent for too long. none: the run "
-        "ends; restart: a new worker replaces it and draws its unanswered requests again.",
-    )
-    max_restarts: int = Field(
-        3,
-        ge=1,
-        description="Maximum number of restarts in a run, of all workers together; the next loss "
-        "ends the run.",
-    )
+    """The generator that each worker holds."""
+    workers: int = Field(2, ge=1, le=1024)
+    """Number of processes, each with the whole model."""
+    worker_runs: Literal["completions", "groups"] = "completions"
+    """Work of each worker. completions: requests of the driver; groups: whole groups of attempts,
+    with their environments and rewards (rollout workers), which is faster if attempts are short and
+    many."""
+    recovery: Literal["none", "restart"] = "none"
+    """Reaction to a worker that dies or is silent for too long. none: the run ends; restart: a new
+    worker replaces it and draws its unanswered requests again."""
+    max_restarts: int = Field(3, ge=1)
+    """Maximum number of restarts in a run, of all workers together; the next loss ends the run."""
 
-    interpreter: str | None = Field(
-        None,
-        description="Python of another environment that runs the workers (.venv-vllm/bin/python), "
-        "if their packages clash with those of the learner; Ratchet is installed there too. null: "
-        "the run's own.",
-    )
+    interpreter: str | None = None
+    """Python of another environment that runs the workers (.venv-vllm/bin/python), if their
+    packages clash with those of the learner; Ratchet is installed there too. null: the run's
+    own."""
 
-    @model_validator(mode="after")
-    def _check_restarts(self) -> GeneratorWorkersConfig:
+    def check_keys(self) -> None:
         if self.worker_runs == "groups" and self.recovery == "restart":
             raise ValueError(
                 "worker_runs=groups can't repeat the groups of a lost worker: set recovery=none, "
@@ -63,7 +51,6 @@ class GeneratorWorkersConfig(GeneratorSection):
                 "max_restarts is only for recovery=restart: set recovery=restart, or remove "
                 "max_restarts"
             )
-        return self
 
     @property
     def sampler(self) -> GeneratorSection:

@@ -22,18 +22,16 @@ class FlopCounter:
     """A counter of model FLOP, from which the MFU is computed.
 
     Prefix sharing, packing and recomputation do not change the count.
-
-    Attributes:
-        cost_by_role: Cost of one token by role. Roles whose model shape is unknown count nothing.
-        passes_per_update: Cost of an update in forward passes: one for the forward and two for the
-            backward (gradients of inputs and of weights). The backward costs only one if an adapter
-            trains and the weights are frozen.
-        flop: FLOP counted so far.
     """
 
     cost_by_role: Mapping[str, TokenCost]
+    """Cost of one token by role. Roles whose model shape is unknown count nothing."""
     passes_per_update: float = 3.0
+    """Cost of an update in forward passes: one for the forward and two for the backward (gradients
+    of inputs and of weights). The backward costs only one if an adapter trains and the weights are
+    frozen."""
     flop: float = 0.0
+    """FLOP counted so far."""
 
     def add(self, role: str, lengths: Sequence[int], passes: float = 1.0) -> None:
         """Add the FLOP of `passes` forward passes of the role's model over rows of these lengths.

@@ -19,12 +19,8 @@ class MuonConfig(OptimizerConfig):
     builds: ClassVar[str] = "ratchet.learners.optim.muon:Muon"
     needs_whole_matrices: ClassVar[bool] = True
 
-    momentum: float = Field(
-        default=0.95,
-        ge=0,
-        lt=1,
-        description="Momentum: the share of the accumulated gradient that each step keeps.",
-    )
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Momentum: the share of the accumulated gradient that each step keeps."""
 
 
 class AdamW8bitConfig(OptimizerConfig):

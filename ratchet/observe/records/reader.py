@@ -25,7 +25,7 @@ from xxhash import xxh3_64
 from ratchet.errors import DataError
 from ratchet.observe.records.groups import read_groups
 from ratchet.observe.records.media import MEDIA, read_media
-from ratchet.observe.records.schema import DEFAULT_BY_ADDED_COLUMN, SCALARS, SCHEMA
+from ratchet.observe.records.schema import SCALARS, SCHEMA
 from ratchet.types import Group
 from ratchet.utils.safe_read import open_file, parse_json, require_file
 
@@ -158,18 +158,19 @@ def read_rows(
     try:
         require_file(path)
         with pq.ParquetFile(path, read_dictionary=list(words)) as parquet:
-            missing = {*columns} - {*parquet.schema_arrow.names} - DEFAULT_BY_ADDED_COLUMN.keys()
+            missing = {*columns} - {*parquet.schema_arrow.names}
             if missing:
                 raise DataError(f"{path} lacks column {min(missing)}: {RESTORE}")
             table = parquet.read(list(columns)).replace_schema_metadata(None)
-        table = _select_columns(list(columns), table)
+        table = table.select(list(columns))
     except KeyError as error:  # one of `words`: pyarrow gives its name as bytes
         raise DataError(f"{path} lacks column {error.args[0].decode()}: {RESTORE}") from error
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path} can't be read: {error}") from error
     for column in table.schema:
         expected = SCHEMA.field(column.name).type
-        if not _has_type(column.type, expected):
+        kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+        if kind != expected:
             raise DataError(
                 f"{path}, column {column.name} has type {column.type}, and a record has {expected} "
                 f"there: {RESTORE}"
@@ -180,20 +181,6 @@ def read_rows(
     if table.num_rows != n_rows:
         raise DataError(f"{path} has {table.num_rows} rows, and {INDEX} says {n_rows}: {RESTORE}")
     return table
-
-
-def _has_type(kind: pa.DataType, expected: pa.DataType) -> bool:
-    """Return True if a column is of the type, or of an older version without some fields of it."""
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    if not pa.types.is_nested(expected):
-        return kind == expected
-    schemas = [pa.schema([pa.field("column", column)]) for column in (expected, kind)]
-    try:
-        unified = pa.unify_schemas(schemas, promote_options="permissive")
-    except pa.ArrowException:
-        return False
-    return unified.field("column").type == expected
 
 
 class Record:
@@ -217,10 +204,8 @@ class Record:
         """
         chosen_steps = None if steps is None else frozenset(steps)
         fields = pa.schema([SCHEMA.field(name) for name in columns])
-        # Permissive: a field that a struct in an older file lacks becomes null.
         return pa.concat_tables(
-            [fields.empty_table(), *self._read_tables(list(columns), chosen_steps)],
-            promote_options="permissive",
+            [fields.empty_table(), *self._read_tables(list(columns), chosen_steps)]
         )
 
     def _read_tables(
@@ -310,19 +295,6 @@ def _verify(path: Path, sha256: str) -> None:
         raise DataError(f"{path} can't be read: {error}") from error
     if digest != sha256:
         raise DataError(f"{path} was changed since it was recorded: its checksum does not match")
-
-
-def _select_columns(columns: list[str], table: pa.Table) -> pa.Table:
-    """Return the table with these columns only.
-
-    A column of `DEFAULT_BY_ADDED_COLUMN` that an older file lacks is filled with its default.
-    """
-    for name in DEFAULT_BY_ADDED_COLUMN.keys() & set(columns) - set(table.column_names):
-        field = SCHEMA.field(name)
-        table = table.append_column(
-            field, pa.repeat(pa.scalar(DEFAULT_BY_ADDED_COLUMN[name], field.type), table.num_rows)
-        )
-    return table.select(columns)
 
 
 def _format_ranges(steps: Iterable[int]) -> str:

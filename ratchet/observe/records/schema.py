@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-VERSION = 1  # raised when a column changes its meaning; readers ignore columns that they don't know
+VERSION = 1  # raised when the columns change; readers ignore columns that they don't know
 
 NUMBER_BY_NAME = pa.map_(pa.string(), pa.float64())
 TURN = pa.struct([
@@ -18,9 +18,9 @@ TURN = pa.struct([
     pa.field("reward", pa.float64()),
     pa.field("state_key", pa.string()),
     pa.field("terminated", pa.bool_()),
-    pa.field("cut", pa.bool_()),  # null in older files, which lack it
-    pa.field("malformed_call", pa.bool_()),  # likewise
-    pa.field("malformed_thinking", pa.bool_()),  # likewise
+    pa.field("cut", pa.bool_()),
+    pa.field("malformed_call", pa.bool_()),
+    pa.field("malformed_thinking", pa.bool_()),
 ])  # fmt: skip
 # An image or other medium that the model was shown, and the tokens that it takes.
 PLACED = pa.struct([
@@ -41,9 +41,6 @@ MESSAGE = pa.struct([
     pa.field("tool_calls", pa.list_(TOOL_CALL)),
     pa.field("tool_call_id", pa.string()),
 ])  # fmt: skip
-
-# Columns that files of version 1 may lack, and the value of each row in such files.
-DEFAULT_BY_ADDED_COLUMN = {"uses": 0, "media": [], "allowed": None, "allowed_masks": None}
 
 # Columns with one number or string for each trajectory.
 SCALARS = {

@@ -50,42 +50,36 @@ EMBEDDING = "aten::embedding"  # the first operation of a model on its rows
 
 @dataclass(frozen=True)
 class ProfiledStage:
-    """The stage that is profiled, and the facts about its model and machine.
-
-    Attributes:
-        device: Device of the matrix products.
-        dtype: Type of the matrix products.
-        threads: Number of threads of the whole run, on a CPU.
-        largest_layer: (inputs, outputs) of the model's largest layer.
-        requested_tokens: Returns the number of tokens that models were asked to compute so far.
-        generated_tokens: Returns the number of tokens that the policy generated so far.
-    """
+    """The stage that is profiled, and the facts about its model and machine."""
 
     stage: str
     device: torch.device
+    """Device of the matrix products."""
     dtype: torch.dtype
+    """Type of the matrix products."""
     threads: int
+    """Number of threads of the whole run, on a CPU."""
     vocab_size: int
     largest_layer: tuple[int, int]
+    """(inputs, outputs) of the model's largest layer."""
     requested_tokens: Callable[[], float]
+    """Returns the number of tokens that models were asked to compute so far."""
     generated_tokens: Callable[[], float]
+    """Returns the number of tokens that the policy generated so far."""
 
 
 class TraceEvent(NamedTuple):
-    """An operation, a kernel or a range of the trace.
-
-    Attributes:
-        start: Start in nanoseconds.
-        end: End in nanoseconds.
-        is_host: True if it ran on a CPU thread.
-        is_range: True if it is a phase or another named range.
-    """
+    """An operation, a kernel or a range of the trace."""
 
     name: str
     start: int
+    """Start in nanoseconds."""
     end: int
+    """End in nanoseconds."""
     is_host: bool = True
+    """True if it ran on a CPU thread."""
     is_range: bool = False
+    """True if it is a phase or another named range."""
     flop: int = 0
     shapes: Sequence[Sequence[int]] = ()
 

@@ -32,29 +32,17 @@ class BoundingBoxConfig(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.answers.bounding_box:BoundingBox"
 
-    measure: Literal["iou", "giou"] = Field(
-        "iou",
-        description="Measure of the overlap. giou (arXiv:1902.09630) also distinguishes near "
-        "misses from far misses.",
-    )
-    threshold: float | None = Field(
-        None,
-        ge=-1,
-        le=1,
-        description="The reward is 1 if the measure is at least this, else 0; null: the reward is "
-        "the measure.",
-    )
-    corners: Literal["xyxy", "xywh"] = Field(
-        "xyxy",
-        description="Form of the task's box: two corners (xyxy), or a corner and the size (xywh).",
-    )
-    task_units: Literal["pixels", "unit", "thousand"] = Field(
-        "pixels",
-        description="Units of the task's box: pixels of its picture, 0 to 1, or 0 to 1000.",
-    )
-    answer_units: Literal["pixels", "unit", "thousand"] = Field(
-        "pixels", description="Units of the answer's box. An answer always gives two corners."
-    )
+    measure: Literal["iou", "giou"] = "iou"
+    """Measure of the overlap. giou (arXiv:1902.09630) also distinguishes near misses from far
+    misses."""
+    threshold: float | None = Field(None, ge=-1, le=1)
+    """The reward is 1 if the measure is at least this, else 0; null: the reward is the measure."""
+    corners: Literal["xyxy", "xywh"] = "xyxy"
+    """Form of the task's box: two corners (xyxy), or a corner and the size (xywh)."""
+    task_units: Literal["pixels", "unit", "thousand"] = "pixels"
+    """Units of the task's box: pixels of its picture, 0 to 1, or 0 to 1000."""
+    answer_units: Literal["pixels", "unit", "thousand"] = "pixels"
+    """Units of the answer's box. An answer always gives two corners."""
 
 
 NUMBER = r"-?[0-9]{1,9}(?:\.[0-9]{1,12})?"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import Field
-
 from ratchet.config.base import Section
 from ratchet.rewards.answers.final_answer import (
     canonicalize,
@@ -22,10 +20,8 @@ class BoxedConfig(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.answers.boxed:Boxed"
 
-    normalise: bool = Field(
-        True,
-        description="True: equal numbers, and spellings of the same LaTeX, are the same answer.",
-    )
+    normalise: bool = True
+    """True: equal numbers, and spellings of the same LaTeX, are the same answer."""
 
 
 class Boxed(FinalAnswer):

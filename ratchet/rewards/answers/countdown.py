@@ -18,9 +18,8 @@ class CountdownRewardConfig(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.answers.countdown:CountdownReward"
 
-    partial: float = Field(
-        0.0, ge=0, lt=1, description="Reward of a legal expression that misses the target."
-    )
+    partial: float = Field(0.0, ge=0, lt=1)
+    """Reward of a legal expression that misses the target."""
 
 
 class CountdownReward(AnswerReward):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import Field
-
 from ratchet.config.base import Section
 from ratchet.rewards.answers.final_answer import extract_marked_answer, make_no_answer_error
 from ratchet.rewards.base import FinalAnswer
@@ -17,14 +15,11 @@ class ExactMatchConfig(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.answers.exact_match:ExactMatch"
 
-    marked: bool = Field(
-        False,
-        description='True: if the text has a mark ("####", <answer> or \\boxed{}), only the marked '
-        "part is the answer.",
-    )
-    ignore_case: bool = Field(
-        False, description="True to ignore upper and lower case, and a full stop at the end."
-    )
+    marked: bool = False
+    r"""True: if the text has a mark ("####", <answer> or \boxed{}), only the marked part is the
+    answer."""
+    ignore_case: bool = False
+    """True to ignore upper and lower case, and a full stop at the end."""
 
 
 class ExactMatch(FinalAnswer):

@@ -21,27 +21,21 @@ class FormatConfig(Section):
     builds: ClassVar[str] = "ratchet.rewards.answers.format:Format"
 
     tags: tuple[Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")], ...] = Field(
-        ("think", "answer"), min_length=1, description="Names of the tags, without brackets."
+        ("think", "answer"), min_length=1
     )
-    opened: bool = Field(False, description="True if the prompt has already opened the first tag.")
-    outside: bool | Literal["after"] = Field(
-        False,
-        description="True to allow text outside the tags. after: text must follow the last tag, "
-        "must differ from the text in this tag, and may stand nowhere else outside the tags; a "
-        "turn with a tool call needs no such text.",
-    )
-    turns: Literal["last", "all"] = Field(
-        "last",
-        description="last: the last message is judged; all: each message of the policy, and the "
-        "worst one counts.",
-    )
-    share: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="Reward of an answer that uses all tags correctly but is otherwise malformed. "
-        "With only some correct tags, it is multiplied by their share of all tags.",
-    )
+    """Names of the tags, without brackets."""
+    opened: bool = False
+    """True if the prompt has already opened the first tag."""
+    outside: bool | Literal["after"] = False
+    """True to allow text outside the tags. after: text must follow the last tag, must differ from
+    the text in this tag, and may stand nowhere else outside the tags; a turn with a tool call needs
+    no such text."""
+    turns: Literal["last", "all"] = "last"
+    """last: the last message is judged; all: each message of the policy, and the worst one
+    counts."""
+    share: float = Field(0.0, ge=0, lt=1)
+    """Reward of an answer that uses all tags correctly but is otherwise malformed. With only some
+    correct tags, it is multiplied by their share of all tags."""
 
 
 class Format(AnswerReward):

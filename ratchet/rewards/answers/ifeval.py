@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
-
 from ratchet.config.base import Section
 from ratchet.errors import DataError, MissingDependency
 from ratchet.rewards.answers.ifeval_checks import follows_instruction
@@ -22,16 +20,12 @@ class IFEvalConfig(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.answers.ifeval:IFEval"
 
-    credit: Literal["all", "share"] = Field(
-        "all",
-        description="all: 1 if all instructions are followed, else 0; share: the share of the "
-        "instructions that are followed.",
-    )
-    loose: bool = Field(
-        False,
-        description="True to judge the text also without asterisks, first line or last line, as in "
-        "the paper. An instruction counts as followed if one of these forms follows it.",
-    )
+    credit: Literal["all", "share"] = "all"
+    """all: 1 if all instructions are followed, else 0; share: the share of the instructions that
+    are followed."""
+    loose: bool = False
+    """True to judge the text also without asterisks, first line or last line, as in the paper. An
+    instruction counts as followed if one of these forms follows it."""
 
 
 class IFEval(AnswerReward):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.base import Section
 from ratchet.errors import DataError
@@ -17,26 +17,20 @@ class LengthConfig(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.answers.length:Length"
 
-    unit: Literal["tokens", "words", "characters", "lines"] = Field(
-        "tokens",
-        description="Unit of length; tokens count the whole completion, other units the last "
-        "message.",
-    )
-    at_least: int = Field(0, ge=0, description="Minimum length; shorter answers earn less.")
-    at_most: int | None = Field(
-        None, ge=0, description="Maximum length; longer answers earn less; null: no bound."
-    )
-    margin: int = Field(
-        0, ge=0, description="Distance outside a bound at which the reward reaches 0."
-    )
+    unit: Literal["tokens", "words", "characters", "lines"] = "tokens"
+    """Unit of length; tokens count the whole completion, other units the last message."""
+    at_least: int = Field(0, ge=0)
+    """Minimum length; shorter answers earn less."""
+    at_most: int | None = Field(None, ge=0)
+    """Maximum length; longer answers earn less; null: no bound."""
+    margin: int = Field(0, ge=0)
+    """Distance outside a bound at which the reward reaches 0."""
 
-    @model_validator(mode="after")
-    def _check_bounds(self) -> LengthConfig:
+    def check_keys(self) -> None:
         if self.at_most is not None and self.at_most < self.at_least:
             raise ValueError(
                 f"at_most={self.at_most} is below at_least={self.at_least}: no length fits"
             )
-        return self
 
 
 class Length(PerTrajectory):

@@ -45,20 +45,13 @@ class MathConfig(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.answers.math:Math"
 
-    symbolic: Literal["auto", "required", "never"] = Field(
-        "auto",
-        description="Use of computer algebra (math-verify). auto: if it is installed; without it, "
-        "only spellings and numbers are compared. required: an error without it.",
-    )
-    require_marker: bool = Field(
-        False, description='True: only an answer after "####", in <answer> or \\boxed{} counts.'
-    )
-    timeout_s: float = Field(
-        3.0,
-        gt=0,
-        description="Processor time limit of one answer, in seconds; an answer that takes longer "
-        "earns 0.",
-    )
+    symbolic: Literal["auto", "required", "never"] = "auto"
+    """Use of computer algebra (math-verify). auto: if it is installed; without it, only spellings
+    and numbers are compared. required: an error without it."""
+    require_marker: bool = False
+    r"""True: only an answer after "####", in <answer> or \boxed{} counts."""
+    timeout_s: float = Field(3.0, gt=0)
+    """Processor time limit of one answer, in seconds; an answer that takes longer earns 0."""
 
 
 log = logging.getLogger(__name__)

@@ -23,14 +23,11 @@ class MultipleChoiceConfig(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.answers.multiple_choice:MultipleChoice"
 
-    letters: str = Field(
-        "ABCDEFGHIJ", pattern="^[A-Z]+$", description="Letters to choose from, in order."
-    )
-    require_marker: bool = Field(
-        False,
-        description='True: only a letter after "answer is", "answer:" or "####", in <answer> or '
-        "\\boxed{}, counts.",
-    )
+    letters: str = Field("ABCDEFGHIJ", pattern="^[A-Z]+$")
+    """Letters to choose from, in order."""
+    require_marker: bool = False
+    r"""True: only a letter after "answer is", "answer:" or "####", in <answer> or \boxed{},
+    counts."""
 
 
 OPENING_MARKS = r"[*_(\[{\"'`$\\“‘]{0,4}"

@@ -25,15 +25,11 @@ class NumericAnswerConfig(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.answers.numeric:NumericAnswer"
 
-    require_marker: bool = Field(
-        False, description='True: only a number after "####" or in \\boxed{} counts.'
-    )
-    tolerance: float = Field(
-        0.0,
-        ge=0,
-        description="Largest difference that counts as equal: absolute if the task's number is "
-        "within ±1, else relative to it.",
-    )
+    require_marker: bool = False
+    r"""True: only a number after "####" or in \boxed{} counts."""
+    tolerance: float = Field(0.0, ge=0)
+    """Largest difference that counts as equal: absolute if the task's number is within ±1, else
+    relative to it."""
 
 
 MAX_DIGITS = 400  # maximum characters of a number, and maximum size of an exponent

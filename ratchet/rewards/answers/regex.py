@@ -6,7 +6,7 @@ import re
 from collections.abc import Awaitable
 from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from ratchet.config.base import Section
 from ratchet.errors import DataError
@@ -28,28 +28,18 @@ class RegexConfig(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.answers.regex:Regex"
 
-    pattern: Annotated[str, AfterValidator(_check_pattern)] = Field(
-        description="Regular expression of Python's re; (?i) at its start ignores case."
-    )
-    whole: bool = Field(
-        False, description="True if the whole answer must match, not just a part of it."
-    )
-    group: int | str | None = Field(
-        None,
-        description="Group of the last match that must equal the task's answer; null: any match "
-        "counts.",
-    )
-    invert: bool = Field(
-        False, description="True to reward answers that the pattern does not match."
-    )
-    timeout_s: float = Field(
-        2.0,
-        gt=0,
-        description="Processor time limit of one answer, in seconds; beyond it the attempt fails.",
-    )
+    pattern: Annotated[str, AfterValidator(_check_pattern)]
+    """Regular expression of Python's re; (?i) at its start ignores case."""
+    whole: bool = False
+    """True if the whole answer must match, not just a part of it."""
+    group: int | str | None = None
+    """Group of the last match that must equal the task's answer; null: any match counts."""
+    invert: bool = False
+    """True to reward answers that the pattern does not match."""
+    timeout_s: float = Field(2.0, gt=0)
+    """Processor time limit of one answer, in seconds; beyond it the attempt fails."""
 
-    @model_validator(mode="after")
-    def _check_group(self) -> RegexConfig:
+    def check_keys(self) -> None:
         compiled = re.compile(self.pattern)
         if isinstance(self.group, str):
             is_known = self.group in compiled.groupindex
@@ -61,7 +51,6 @@ class RegexConfig(Section):
                 f"{compiled.groups}, named "
                 f"{[*compiled.groupindex]}"
             )
-        return self
 
 
 class Regex(AnswerReward):

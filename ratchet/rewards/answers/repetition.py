@@ -22,19 +22,13 @@ class RepetitionConfig(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.answers.repetition:Repetition"
 
-    unit: Literal["tokens", "words"] = Field(
-        "tokens",
-        description="Unit of the n-grams; tokens: of the whole completion; words: of the last "
-        "message, in lower case.",
-    )
-    ngram: int = Field(8, ge=1, description="Units per n-gram; short ones repeat in any text.")
-    at_most: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="Share of repeated n-grams up to which the reward is 1; a higher share earns "
-        "less.",
-    )
+    unit: Literal["tokens", "words"] = "tokens"
+    """Unit of the n-grams; tokens: of the whole completion; words: of the last message, in lower
+    case."""
+    ngram: int = Field(8, ge=1)
+    """Units per n-gram; short ones repeat in any text."""
+    at_most: float = Field(0.0, ge=0, lt=1)
+    """Share of repeated n-grams up to which the reward is 1; a higher share earns less."""
 
 
 class Repetition(PerTrajectory):

@@ -21,19 +21,14 @@ class SimilarityConfig(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.answers.similarity:Similarity"
 
-    measure: Literal["characters", "words", "bag"] = Field(
-        "characters",
-        description="characters, words: the longest common subsequence of these (ROUGE-L); bag: "
-        "the common words in any order (F1).",
-    )
-    ignore_case: bool = Field(False, description="True to ignore upper and lower case.")
-    threshold: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="The reward is 1 if the similarity is at least this, else 0; null: the reward "
-        "is the similarity.",
-    )
+    measure: Literal["characters", "words", "bag"] = "characters"
+    """characters, words: the longest common subsequence of these (ROUGE-L); bag: the common words
+    in any order (F1)."""
+    ignore_case: bool = False
+    """True to ignore upper and lower case."""
+    threshold: float | None = Field(None, gt=0, le=1)
+    """The reward is 1 if the similarity is at least this, else 0; null: the reward is the
+    similarity."""
 
 
 # Maximum number of characters or words that are compared, which takes about 30 ms. Further

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.base import Section
 from ratchet.errors import DataError
@@ -18,20 +18,14 @@ class UnwantedTextConfig(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.answers.unwanted_text:UnwantedText"
 
-    texts: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        (), description="Texts that the policy must not write; upper and lower case differ."
-    )
-    token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        (),
-        description="Ids of tokens that the policy must not write. The token that ends a turn is "
-        "checked too.",
-    )
+    texts: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that the policy must not write; upper and lower case differ."""
+    token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Ids of tokens that the policy must not write. The token that ends a turn is checked too."""
 
-    @model_validator(mode="after")
-    def _check_any_unwanted(self) -> UnwantedTextConfig:
+    def check_keys(self) -> None:
         if not self.texts and not self.token_ids:
             raise ValueError("nothing is unwanted: set texts or token_ids")
-        return self
 
 
 class UnwantedText(PerTrajectory):

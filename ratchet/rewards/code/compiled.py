@@ -54,16 +54,13 @@ PROBE_NUMBER = b"42"
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """The outcome of compiling a source.
-
-    Attributes:
-        runner: Python source that becomes the compiled program; None if the source has errors, or
-            its compilation hit a limit.
-        result: The result of the compiler.
-    """
+    """The outcome of compiling a source."""
 
     runner: str | None
+    """Python source that becomes the compiled program; None if the source has errors, or its
+    compilation hit a limit."""
     result: Result
+    """The result of the compiler."""
 
 
 class Compiler:

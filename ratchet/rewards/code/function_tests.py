@@ -35,67 +35,55 @@ LIMIT_REASONS = (Reason.WALL, Reason.CPU, Reason.MEMORY, Reason.OUTPUT)
 
 @dataclass(frozen=True)
 class FunctionTask:
-    """A task in HumanEval's columns.
-
-    Attributes:
-        label: The task's name in messages.
-        judges_text: True if the tests judge the answer's text, which the function returns.
-        functions: Names of several functions that the tests call; `entry_point` is then the
-            function that calls one of them by its name.
-    """
+    """A task in HumanEval's columns."""
 
     prompt: str
     entry_point: str
     test: str
     label: str
+    """The task's name in messages."""
     judges_text: bool = False
+    """True if the tests judge the answer's text, which the function returns."""
     functions: tuple[str, ...] = ()
+    """Names of several functions that the tests call; `entry_point` is then the function that calls
+    one of them by its name."""
 
 
 @dataclass(frozen=True)
 class CodeVerdict:
-    """The verdict of the tests on a function.
-
-    Attributes:
-        end: "passed", "wrong", "crashed" or "limit".
-        n_passed: Number of assertions that passed; see `AssertionJudge._compute_shares`.
-        n_broken: Number of assertions that failed.
-        call: The call after which the first assertion failed, as text; "" if none is known.
-    """
+    """The verdict of the tests on a function."""
 
     end: str
+    """"passed", "wrong", "crashed" or "limit"."""
     n_passed: float = 0
+    """Number of assertions that passed; see `AssertionJudge._compute_shares`."""
     n_broken: float = 1
+    """Number of assertions that failed."""
     call: str = ""
+    """The call after which the first assertion failed, as text; "" if none is known."""
 
 
 @dataclass(frozen=True)
 class CallPlan:
-    """The calls that tests are likely to make.
-
-    Attributes:
-        calls: The calls as text.
-        n_ahead: Number of calls that the tests make when no answer is known; None if they did not
-            come to their end without answers.
-    """
+    """The calls that tests are likely to make."""
 
     calls: list[str]
+    """The calls as text."""
     n_ahead: int | None
+    """Number of calls that the tests make when no answer is known; None if they did not come to
+    their end without answers."""
 
 
 @dataclass(frozen=True)
 class CallExplanation:
-    """The result of one call, which may be shown to the policy.
-
-    Attributes:
-        call: The call in Python syntax; "" if it isn't known.
-        returned: The returned value in Python syntax; None if there is none.
-        result: The result, without its stdout, of a process that received only this call.
-    """
+    """The result of one call, which may be shown to the policy."""
 
     call: str
+    """The call in Python syntax; "" if it isn't known."""
     returned: str | None
+    """The returned value in Python syntax; None if there is none."""
     result: Result
+    """The result, without its stdout, of a process that received only this call."""
 
 
 def _build_script(module: str, entry: str, *, compiled: bool) -> str:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, field_validator
 
 from ratchet.config.base import Section
 from ratchet.config.resolve import Slot, build
@@ -34,88 +34,61 @@ class CodeConfig(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.code.reward:Code"
 
-    credit: Literal["all", "share"] = Field(
-        "all", description="all: 1 if all tests pass, else 0; share: the share that passes."
-    )
-    compare: Literal["tokens", "lines"] = Field(
-        "tokens",
-        description="tokens: compare words separated by white space; lines: compare lines without "
-        "the spaces at their ends.",
-    )
-    tolerance: float | None = Field(
-        None,
-        gt=0,
-        description="Absolute or relative difference up to which numbers are equal; null: the text "
-        "must be the same.",
-    )
-    blocks: Literal["last", "first", "all"] = Field(
-        "last",
-        description="Fenced block of the answer that is the program; all: all blocks, joined.",
-    )
-    require_block: bool = Field(
-        False,
-        description="True: an answer without a fenced block earns 0. False: the whole answer is "
-        "then the program.",
-    )
-    language: Literal["python", "cpp", "go", "block", "column"] = Field(
-        "python",
-        description="Language of the programs. block: as the answer marks its block, as in ROLL; "
-        "column: the row's column `language`. Tests of functions are of Python alone.",
-    )
+    credit: Literal["all", "share"] = "all"
+    """all: 1 if all tests pass, else 0; share: the share that passes."""
+    compare: Literal["tokens", "lines"] = "tokens"
+    """tokens: compare words separated by white space; lines: compare lines without the spaces at
+    their ends."""
+    tolerance: float | None = Field(None, gt=0)
+    """Absolute or relative difference up to which numbers are equal; null: the text must be the
+    same."""
+    blocks: Literal["last", "first", "all"] = "last"
+    """Fenced block of the answer that is the program; all: all blocks, joined."""
+    require_block: bool = False
+    """True: an answer without a fenced block earns 0. False: the whole answer is then the
+    program."""
+    language: Literal["python", "cpp", "go", "block", "column"] = "python"
+    """Language of the programs. block: as the answer marks its block, as in ROLL; column: the row's
+    column `language`. Tests of functions are of Python alone."""
     block_languages: list[Literal["python", "cpp", "go"]] = Field(
-        ["python", "cpp", "go"],
-        min_length=1,
-        description="Languages that an answer's block may have with language=block; an answer in "
-        "another one earns 0, and one without a marked block is Python, if that is listed, or else "
-        "the first. Leave out a language without a compiler in the sandbox: while it is listed, "
-        "its answers fail.",
+        ["python", "cpp", "go"], min_length=1
     )
+    """Languages that an answer's block may have with language=block; an answer in another one earns
+    0, and one without a marked block is Python, if that is listed, or else the first. Leave out a
+    language without a compiler in the sandbox: while it is listed, its answers fail."""
     compilers: dict[Literal["cpp", "go"], str] = Field(
         default_factory=dict[Literal["cpp", "go"], str],
         description="Command of each compiler in the sandbox, by language; left out: "
         f"'{COMPILE_COMMANDS['cpp']}' for cpp and '{COMPILE_COMMANDS['go']}' for go. The names of "
         "the files are appended.",
     )
-    compile_timeout_s: float = Field(
-        30.0,
-        gt=0,
-        description="Processor time limit of each of a compiler's processes, in seconds. The wall "
-        "time limit is three times as long.",
-    )
-    compile_memory_mib: int = Field(2048, ge=64, description="Memory limit of a compiler, in MiB.")
-    timeout_s: float = Field(
-        4.0,
-        gt=0,
-        description="Processor time limit of one test, in seconds (rounded up to whole ones). The "
-        "wall time limit is three times as long.",
-    )
-    memory_mib: int = Field(
-        512, ge=64, description="Memory limit (address space) of the program, in MiB."
-    )
-    output_kib: int = Field(
-        1024, gt=0, description="Limit on the output of the program in one test, in KiB."
-    )
-    workers: int = Field(2, gt=0, description="Maximum number of programs that run at once.")
-    isolation: Literal["kernel", "namespaces", "landlock", "seccomp"] = Field(
-        "landlock",
-        description="Weakest isolation allowed; the strongest available is used.",
-    )
+    compile_timeout_s: float = Field(30.0, gt=0)
+    """Processor time limit of each of a compiler's processes, in seconds. The wall time limit is
+    three times as long."""
+    compile_memory_mib: int = Field(2048, ge=64)
+    """Memory limit of a compiler, in MiB."""
+    timeout_s: float = Field(4.0, gt=0)
+    """Processor time limit of one test, in seconds (rounded up to whole ones). The wall time limit
+    is three times as long."""
+    memory_mib: int = Field(512, ge=64)
+    """Memory limit (address space) of the program, in MiB."""
+    output_kib: int = Field(1024, gt=0)
+    """Limit on the output of the program in one test, in KiB."""
+    workers: int = Field(2, gt=0)
+    """Maximum number of programs that run at once."""
+    isolation: Literal["kernel", "namespaces", "landlock", "seccomp"] = "landlock"
+    """Weakest isolation allowed; the strongest available is used."""
     sandbox: Annotated[SerializeAsAny[Section], Slot("sandbox")] = Field(
-        default_factory=local_sandbox,
-        description="Sandbox of the programs: local, docker or remote, and its keys.",
+        default_factory=local_sandbox
     )
+    """Sandbox of the programs: local, docker or remote, and its keys."""
 
-    @model_validator(mode="after")
-    def _check_tolerance(self) -> CodeConfig:
+    def check_keys(self) -> None:
         if self.tolerance is not None and self.compare == "lines":
             raise ValueError(
                 f"tolerance={self.tolerance:g} is read only with compare=tokens: set "
                 "compare=tokens, or remove tolerance"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_compiler_keys(self) -> CodeConfig:
         language = self.language
         if language != "block" and "block_languages" in self.changed:
             raise ValueError(
@@ -133,7 +106,6 @@ class CodeConfig(Section):
         if unread:
             verb = "is" if len(unread) == 1 else "are"
             raise ValueError(f"{', '.join(unread)} {verb} not read with language={language}: {fix}")
-        return self
 
     @field_validator("compilers")
     @classmethod

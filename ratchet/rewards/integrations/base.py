@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from ratchet.config.base import Section
 from ratchet.errors import ConfigError, DataError
@@ -27,9 +27,8 @@ from ratchet.utils.user_imports import import_object
 class LibraryRewardConfig(Section):
     """The base class of sections that name a reward function written for another library."""
 
-    function: str = Field(
-        description="The reward function: my_pkg.module:name, or path/file.py:name."
-    )
+    function: str
+    """The reward function: my_pkg.module:name, or path/file.py:name."""
 
     @field_validator("function")
     @classmethod

@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from pydantic import Field
-
 from ratchet.config.base import Section
 from ratchet.errors import DataError
 from ratchet.rewards.base import PerTrajectory, Verdict, answer_text
@@ -31,11 +29,9 @@ class CrossThinkQAConfig(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.integrations.roll_crossthinkqa:CrossThinkQA"
 
-    credit: Credit = Field(
-        "loose",
-        description="A right letter outside of \\boxed{} earns 1 (loose), 0.5 (soft) or -1 "
-        "(strict); a wrong one inside earns -0.5 (soft), else -1.",
-    )
+    credit: Credit = "loose"
+    r"""A right letter outside of \boxed{} earns 1 (loose), 0.5 (soft) or -1 (strict); a wrong one
+    inside earns -0.5 (soft), else -1."""
 
 
 class CrossThinkQA(PerTrajectory):

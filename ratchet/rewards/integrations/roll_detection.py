@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.base import Section
 from ratchet.errors import DataError
@@ -39,46 +39,28 @@ class DetectionConfig(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.integrations.roll_detection:Detection"
 
-    weights: dict[Score, float] = Field(
-        default_factory=default_weights,
-        description="Weights of the scores: iou_max_iou_first (pairs of the largest overlap), "
-        "iou_max_label_first (pairs of one label), map, map50 and map75 (COCO's). A row's "
-        "reward_model.verifier_parm.det_reward_ratio replaces them.",
-    )
-    completeness: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Weight of misses and false alarms in the overlap scores. A row's "
-        "det_reward_ratio.iou_completeness replaces it.",
-    )
-    iou_threshold: float | None = Field(
-        None,
-        ge=0.5,
-        le=0.99,
-        description="Smallest overlap of a pair; null: the mean over 0.5, 0.55, ..., 0.95, 0.99.",
-    )
-    format_weight: float = Field(
-        0.1,
-        ge=0,
-        description="Weight of the form beside the weight 1 of the boxes. A row's "
-        "reward_model.format_ratio and accuracy_ratio replace both.",
-    )
-    answer_units: Literal["pixels", "thousand"] = Field(
-        "thousand",
-        description="Units of the answer's boxes: pixels of its picture, or 0 to 1000 as the "
-        "task's boxes.",
-    )
+    weights: dict[Score, float] = Field(default_factory=default_weights)
+    """Weights of the scores: iou_max_iou_first (pairs of the largest overlap), iou_max_label_first
+    (pairs of one label), map, map50 and map75 (COCO's). A row's
+    reward_model.verifier_parm.det_reward_ratio replaces them."""
+    completeness: float = Field(0.0, ge=0, le=1)
+    """Weight of misses and false alarms in the overlap scores. A row's
+    det_reward_ratio.iou_completeness replaces it."""
+    iou_threshold: float | None = Field(None, ge=0.5, le=0.99)
+    """Smallest overlap of a pair; null: the mean over 0.5, 0.55, ..., 0.95, 0.99."""
+    format_weight: float = Field(0.1, ge=0)
+    """Weight of the form beside the weight 1 of the boxes. A row's reward_model.format_ratio and
+    accuracy_ratio replace both."""
+    answer_units: Literal["pixels", "thousand"] = "thousand"
+    """Units of the answer's boxes: pixels of its picture, or 0 to 1000 as the task's boxes."""
 
-    @model_validator(mode="after")
-    def _check_weights(self) -> DetectionConfig:
+    def check_keys(self) -> None:
         weights = self.weights.values()
         if not sum(weights) > 0 or min(weights) < 0:
             raise ValueError(
                 f"weights={self.weights} must be 0 or more, and one of them above 0. Set "
                 "weights.iou_max_iou_first=1"
             )
-        return self
 
 
 IOU_THRESHOLDS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.99)

@@ -28,12 +28,9 @@ class VideoR1Config(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.integrations.roll_video:VideoR1"
 
-    kind_column: str = Field(
-        "reward_model",
-        min_length=1,
-        description="Column with the kind of question: multiple choice, free-form, numerical, OCR "
-        "or regression.",
-    )
+    kind_column: str = Field("reward_model", min_length=1)
+    """Column with the kind of question: multiple choice, free-form, numerical, OCR or
+    regression."""
 
 
 # The patterns take time linear in the text: an unclosed box matches too, without the second group.

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from pydantic import Field
-
 from ratchet.errors import DataError
 from ratchet.protocols import Reward
 from ratchet.rewards.integrations.base import (
@@ -41,28 +39,20 @@ class TRLRewardConfig(LibraryRewardConfig):
 
     builds: ClassVar[str] = "ratchet.rewards.integrations.trl:build_trl_reward"
 
-    factory_kwargs: dict[str, Any] | None = Field(
-        None,
-        description="Arguments of a function that makes the reward function, such as "
-        "trl.rewards:get_soft_overlong_punishment; null: `function` is the reward function.",
-    )
-    conversational: bool | None = Field(
-        None,
-        description="Pass lists of messages (true) or text (false); null: text if the row's column "
-        "`prompt` is text.",
-    )
+    factory_kwargs: dict[str, Any] | None = None
+    """Arguments of a function that makes the reward function, such as
+    trl.rewards:get_soft_overlong_punishment; null: `function` is the reward function."""
+    conversational: bool | None = None
+    """Pass lists of messages (true) or text (false); null: text if the row's column `prompt` is
+    text."""
 
 
 @dataclass(frozen=True)
 class TRLTrainerState:
-    """The fields of TRL's `trainer_state` that Ratchet provides.
-
-    Attributes:
-        global_step: Version of the weights that began the attempt, which is the number of steps so
-            far.
-    """
+    """The fields of TRL's `trainer_state` that Ratchet provides."""
 
     global_step: int
+    """Version of the weights that began the attempt, which is the number of steps so far."""
 
 
 def build_trl_reward(config: TRLRewardConfig) -> TRLReward:

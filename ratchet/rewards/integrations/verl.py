@@ -35,9 +35,8 @@ class VerlRewardConfig(LibraryRewardConfig):
 
     builds: ClassVar[str] = "ratchet.rewards.integrations.verl:VerlReward"
 
-    reward_kwargs: dict[str, Any] = Field(
-        {}, description="Further arguments of the function, as verl's reward_kwargs."
-    )
+    reward_kwargs: dict[str, Any] = Field({})
+    """Further arguments of the function, as verl's reward_kwargs."""
 
 
 class VerlReward(LibraryReward):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.resolve import Slot, resolve
 from ratchet.config.schema import AnyGenerator, Device
@@ -16,27 +16,21 @@ class LanguageModelJudgeConfig(JudgeSection):
 
     builds: ClassVar[str] = "ratchet.training.workers.judges:start_language_model"
 
-    backend: Literal["auto", "ratchet", "transformers"] = Field(
-        "auto",
-        description="Implementation of the model: ratchet (the built-in decoder), transformers, or "
-        "auto: the built-in decoder for the families that it supports.",
-    )
-    chat_template_kwargs: dict[str, Any] = Field(
-        {}, description="Variables of the chat template, such as {enable_thinking: false}."
-    )
+    backend: Literal["auto", "ratchet", "transformers"] = "auto"
+    """Implementation of the model: ratchet (the built-in decoder), transformers, or auto: the
+    built-in decoder for the families that it supports."""
+    chat_template_kwargs: dict[str, Any] = Field({})
+    """Variables of the chat template, such as {enable_thinking: false}."""
     generator: Annotated[AnyGenerator, Slot("generator")] = Field(
-        default_factory=lambda: resolve("generator", {}),
-        description="Engine that writes the judge's replies, in the run's process. With "
-        "kind=workers it has its own processes, which the cluster places.",
+        default_factory=lambda: resolve("generator", {})
     )
-    device: Device | None = Field(
-        None,
-        description="Device of a judge in the run's process: cpu, cuda or cuda:N; null: the run's. "
-        "The cluster places workers.",
-    )
+    """Engine that writes the judge's replies, in the run's process. With kind=workers it has its
+    own processes, which the cluster places."""
+    device: Device | None = None
+    """Device of a judge in the run's process: cpu, cuda or cuda:N; null: the run's. The cluster
+    places workers."""
 
-    @model_validator(mode="after")
-    def _check_generator(self) -> LanguageModelJudgeConfig:
+    def check_keys(self) -> None:
         if self.generator.plays_groups:
             raise ValueError(
                 "generator.worker_runs=groups plays attempts, and a judge only answers questions: "
@@ -52,7 +46,6 @@ class LanguageModelJudgeConfig(JudgeSection):
                 f"device={self.device} is for a judge in the run's process, and the cluster places "
                 "generator.kind=workers: remove device"
             )
-        return self
 
     @property
     def n_processes(self) -> int:
@@ -68,9 +61,8 @@ class RewardModelJudgeConfig(JudgeSection):
 
     builds: ClassVar[str] = "ratchet.training.workers.judges:start_reward_model"
 
-    workers: int = Field(
-        1, ge=1, le=1024, description="Number of processes, each with the whole model."
-    )
+    workers: int = Field(1, ge=1, le=1024)
+    """Number of processes, each with the whole model."""
 
     @property
     def n_processes(self) -> int:

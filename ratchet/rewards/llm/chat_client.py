@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from ratchet.config.experience import Temperature
 from ratchet.config.sections import JudgedSection
@@ -32,38 +32,23 @@ class ChatJudgeConfig(JudgedSection, EndpointConfig):
 
     placeholders: ClassVar[tuple[str, ...]] = ()
 
-    url: Url | None = Field(
-        None,
-        description="Base address of an OpenAI-compatible API, such as http://localhost:8000/v1; "
-        "null: judge names the model.",
-    )
-    model: str | None = Field(
-        None, min_length=1, description="Name of the model at the endpoint; null: none."
-    )
-    rubric: str = Field(
-        "Is the response correct, complete and clear?",
-        description="Criteria by which the judge scores or compares.",
-    )
-    temperature: Temperature = Field(
-        0.0,
-        description="Sampling temperature of the judge. Even above 0, equal questions share one "
-        "reply.",
-    )
-    max_tokens: int = Field(512, gt=0, description="Maximum number of tokens of the judge's reply.")
-    extra_body: dict[str, Any] = Field(
-        {}, description="Further keys of a request, such as {reasoning_effort: low}."
-    )
-    max_chars: int = Field(
-        20_000,
-        gt=1,
-        description="Maximum number of characters of an answer; the middle of a longer answer is "
-        "cut out.",
-    )
-    cache: Path | None = Field(
-        None,
-        description="Directory that keeps the replies after the run; null: they are kept in "
-        "memory only.",
-    )
+    url: Url | None = None
+    """Base address of an OpenAI-compatible API, such as http://localhost:8000/v1; null: judge names
+    the model."""
+    model: str | None = Field(None, min_length=1)
+    """Name of the model at the endpoint; null: none."""
+    rubric: str = "Is the response correct, complete and clear?"
+    """Criteria by which the judge scores or compares."""
+    temperature: Temperature = 0.0
+    """Sampling temperature of the judge. Even above 0, equal questions share one reply."""
+    max_tokens: int = Field(512, gt=0)
+    """Maximum number of tokens of the judge's reply."""
+    extra_body: dict[str, Any] = Field({})
+    """Further keys of a request, such as {reasoning_effort: low}."""
+    max_chars: int = Field(20_000, gt=1)
+    """Maximum number of characters of an answer; the middle of a longer answer is cut out."""
+    cache: Path | None = None
+    """Directory that keeps the replies after the run; null: they are kept in memory only."""
 
     @field_validator("prompt", check_fields=False)
     @classmethod
@@ -73,8 +58,7 @@ class ChatJudgeConfig(JudgedSection, EndpointConfig):
                 raise ValueError(f"prompt lacks {placeholder}: the judge would not see it")
         return prompt
 
-    @model_validator(mode="after")
-    def _check_place(self) -> ChatJudgeConfig:
+    def check_keys(self) -> None:
         if self.judge is None:
             missing = [key for key in ("url", "model") if getattr(self, key) is None]
             if missing:
@@ -82,7 +66,7 @@ class ChatJudgeConfig(JudgedSection, EndpointConfig):
                     f"lacks {' and '.join(missing)}: set judge to a model of the recipe's judges, "
                     "or url and model to one at an endpoint"
                 )
-            return self
+            return
         keys = (*EndpointConfig.model_fields, "url", "model", "extra_body", "cache")
         unread = [key for key in keys if key in self.changed]
         if unread:
@@ -90,7 +74,6 @@ class ChatJudgeConfig(JudgedSection, EndpointConfig):
                 f"{unread[0]} is for a model at an endpoint, and judge={self.judge} is one of the "
                 f"run: remove {unread[0]}, or judge"
             )
-        return self
 
 
 # Values of `finish_reason` of a reply that is not whole, in OpenAI's API and servers like it.

@@ -28,38 +28,25 @@ Url = Annotated[str, AfterValidator(_check_url)]
 
 
 class EndpointConfig(Section):
-    """The keys that all rewards over HTTP share.
-
-    Attributes:
-        calls_model: True, as in every reward that calls a service or loads a model.
-    """
+    """The keys that all rewards over HTTP share."""
 
     calls_model: ClassVar[bool] = True
+    """True, as in every reward that calls a service or loads a model."""
 
-    api_key_env: str | None = Field(
-        None,
-        pattern=r"^[A-Za-z_]\w*$",
-        description="Environment variable that holds the API key; null: no key is sent.",
-    )
-    timeout_s: float = Field(60.0, gt=0, description="Timeout of one try, in seconds.")
-    retries: int = Field(
-        5,
-        ge=0,
-        description="Number of further tries after status 408, 425, 429 or 5xx, a timeout, or a "
-        "broken connection.",
-    )
-    backoff_s: float = Field(
-        1.0,
-        gt=0,
-        description="Wait before the first retry, in seconds; it doubles with each retry, up to "
-        "60 s, and up to half is added at random.",
-    )
-    concurrency: int = Field(16, gt=0, description="Maximum number of requests in flight.")
-    requests_per_minute: float | None = Field(
-        None,
-        gt=0,
-        description="Maximum rate of requests, which are spaced evenly; null: no limit.",
-    )
+    api_key_env: str | None = Field(None, pattern=r"^[A-Za-z_]\w*$")
+    """Environment variable that holds the API key; null: no key is sent."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Timeout of one try, in seconds."""
+    retries: int = Field(5, ge=0)
+    """Number of further tries after status 408, 425, 429 or 5xx, a timeout, or a broken
+    connection."""
+    backoff_s: float = Field(1.0, gt=0)
+    """Wait before the first retry, in seconds; it doubles with each retry, up to 60 s, and up to
+    half is added at random."""
+    concurrency: int = Field(16, gt=0)
+    """Maximum number of requests in flight."""
+    requests_per_minute: float | None = Field(None, gt=0)
+    """Maximum rate of requests, which are spaced evenly; null: no limit."""
 
 
 # HTTP statuses that are retried, besides all of 500 and above.

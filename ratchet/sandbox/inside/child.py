@@ -38,29 +38,21 @@ SCRATCH_UID, NARROW_UID = 0x20000000, 65000
 
 @dataclass(frozen=True)
 class GrantedIsolation:
-    """The isolation that the launcher found on this machine.
-
-    Attributes:
-        level: Value of `ratchet.sandbox.base.Isolation`: 1 seccomp, 2 Landlock, 3 namespaces.
-        library: Paths of the Python library.
-        readable: Further paths that programs can read.
-        program_uid: Uid of programs; 0: the uid of this process.
-    """
+    """The isolation that the launcher found on this machine."""
 
     level: int
+    """Value of `ratchet.sandbox.base.Isolation`: 1 seccomp, 2 Landlock, 3 namespaces."""
     library: tuple[str, ...]
+    """Paths of the Python library."""
     readable: tuple[str, ...]
+    """Further paths that programs can read."""
     program_uid: int
+    """Uid of programs; 0: the uid of this process."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The limits of one execution.
-
-    Attributes:
-        is_command: True if the program is a command (a JSON list of its words), not Python source.
-        executable: True if files of the scratch directory can be executed.
-    """
+    """The limits of one execution."""
 
     wall_s: float
     cpu_s: int
@@ -69,7 +61,9 @@ class Request:
     processes: int
     threads: int
     is_command: bool
+    """True if the program is a command (a JSON list of its words), not Python source."""
     executable: bool
+    """True if files of the scratch directory can be executed."""
 
     @property
     def can_fork(self) -> bool:

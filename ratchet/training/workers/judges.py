@@ -32,18 +32,15 @@ from ratchet.worker_protocols import Executor
 
 @dataclass(frozen=True)
 class JudgePlace:
-    """The place of a judge.
-
-    Attributes:
-        seed: The run's seed.
-        device: The run's device.
-        executor: Starts the judge's processes, whose resources it has planned; None starts every
-            judge in this process.
-    """
+    """The place of a judge."""
 
     seed: int
+    """The run's seed."""
     device: str
+    """The run's device."""
     executor: Executor | None = None
+    """Starts the judge's processes, whose resources it has planned; None starts every judge in this
+    process."""
 
 
 def get_judge_resources(config: RunConfig) -> list[ResourceRequest]:

@@ -45,7 +45,10 @@ TRL_GRPO = TRL + "num_generations: 4\n"
         ),
         (ROLL + "use_topr_neg_loss_coef: 1.0", "policy loss is topr.*loss.kind=topr"),
         (ROLL + "adv_estimator: step_reinforce", "step_reinforce is not converted"),
-        (NEMO_RL + "env: {should_use_nemo_gym: true, math: {num_workers: 8}}", "is nemo_gym"),
+        (
+            NEMO_RL + "env: {should_use_nemo_gym: true, math: {num_workers: 8}}",
+            "environment.kind=nemo_gym",
+        ),
         (
             NEMO_RL + "env: {math: {num_workers: 8}, sliding_puzzle_game: {size: 3}}",
             "is sliding_puzzle_game.*environment.kind=sliding_puzzle",

@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 
 import pytest
+from experience.ledger_faults import find_ledger_faults
 from experience.test_simulated import BATCH, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from support.clock import simulate
 from ratchet.experience.async_rollouts.concurrency import ConcurrencyController
 from ratchet.experience.rollout.metrics import measure_staleness
 from ratchet.experience.seeds import derive_seed
-from ratchet.experience.sources.prompt_ledger import find_ledger_faults, read_ledger
+from ratchet.experience.sources.prompt_ledger import read_ledger
 from ratchet.testing.builders import make_trajectory
 
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from experience.ledger_faults import find_ledger_faults
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.clock import simulate
@@ -19,7 +20,7 @@ from ratchet.experience.async_rollouts.tail_batching import (
     TokenCounter,
 )
 from ratchet.experience.rollout.manager import RolloutManager
-from ratchet.experience.sources.prompt_ledger import PromptLedger, find_ledger_faults, read_ledger
+from ratchet.experience.sources.prompt_ledger import PromptLedger, read_ledger
 from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.testing.builders import make_trajectory

@@ -1,9 +1,10 @@
 """The record of what became of every prompt."""
 
 import pytest
+from experience.ledger_faults import find_ledger_faults
 
 from ratchet.errors import CheckpointError
-from ratchet.experience.sources.prompt_ledger import PromptLedger, find_ledger_faults, read_ledger
+from ratchet.experience.sources.prompt_ledger import PromptLedger, read_ledger
 
 
 def test_it_is_cut_where_a_checkpoint_ends_and_goes_on_there(tmp_path):

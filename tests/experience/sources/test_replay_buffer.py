@@ -4,11 +4,12 @@ import asyncio
 import copy
 
 import pytest
+from experience.ledger_faults import find_ledger_faults
 
 from ratchet.config.experience import ReplayConfig
 from ratchet.experience.rollout.metrics import measure_groups
 from ratchet.experience.sources.batcher import Batcher
-from ratchet.experience.sources.prompt_ledger import PromptLedger, find_ledger_faults, read_ledger
+from ratchet.experience.sources.prompt_ledger import PromptLedger, read_ledger
 from ratchet.experience.sources.replay_buffer import ReplayBuffer
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.fakes import FakeSource

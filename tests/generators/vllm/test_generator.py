@@ -327,7 +327,7 @@ def test_a_worker_loads_what_it_has_checked(outbox):
     assert worker.apply_push(4) == ""
     assert torch.equal(worker.loaded["model.norm.weight"], torch.arange(4.0))
     assert worker.repacked == [worker.experts]
-    assert worker.get_pushed_version() == 4
+    assert worker.pushed_version == 4
     assert "no push" in worker.apply_push(5), "a push is loaded once"
 
 

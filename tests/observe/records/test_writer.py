@@ -8,7 +8,6 @@ from base64 import b64encode
 from dataclasses import replace
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -282,32 +281,12 @@ def test_scalars_of_all_steps_and_all_of_one(tmp_path):
         found.groups(9)
 
 
-def test_a_record_of_before_a_column_has_what_was_true_then(tmp_path):
+def test_a_file_that_lacks_a_column_is_refused(tmp_path):
     whole = record(tmp_path, [1])
     (file,) = tmp_path.glob("*.parquet")
-    pq.write_table(pq.read_table(file).drop_columns(["uses"]), file)
-    assert whole.table(["uses", "step"]).to_pydict() == {"uses": [0] * 11, "step": [1] * 11}
-    assert whole.table().schema.names == list(SCALARS)
     pq.write_table(pq.read_table(file).drop_columns(["reward"]), file)
     with pytest.raises(DataError, match=r"parquet lacks column reward"):
         whole.table()
-
-
-def test_a_record_of_before_a_turns_field_lacks_it_alone(tmp_path):
-    whole = record(tmp_path, [1])
-    (file,) = tmp_path.glob("*.parquet")
-    before = pq.read_table(file)
-    turns = [
-        [{k: v for k, v in turn.items() if k != "cut"} for turn in row]
-        for row in before["turns"].to_pylist()
-    ]
-    fields = [
-        field for field in before.schema.field("turns").type.value_type if field.name != "cut"
-    ]
-    older = pa.array(turns, pa.list_(pa.struct(fields)))
-    pq.write_table(before.set_column(before.schema.get_field_index("turns"), "turns", older), file)
-    read = whole.table(["turns", "step"])["turns"].to_pylist()
-    assert read == [[{**turn, "cut": None} for turn in row] for row in turns]
 
 
 @pytest.mark.medium

@@ -23,7 +23,7 @@ FLAGS = frozenset(
 FIXES = {
     "reward_model": "Write a recipe with rewards: [{kind: reward_model}].",
     "sliding_puzzle_game": "Write a recipe with environment.kind=sliding_puzzle.",
-    "nemo_gym": "Ratchet has no client of NeMo Gym's servers.",
+    "nemo_gym": "Write a recipe with environment.kind=nemo_gym.",
     "math_multi_reward": "Write a recipe with algorithm.kind=gdpo and rewards: [{kind: "
     "exact_match}, {kind: regex}, {kind: format}].",
 }
