@@ -166,7 +166,7 @@ def explain_missing_layers(hf: Mapping[str, Any]) -> str | None:
     """Return why Megatron has no layers for a model of FAMILY_FACTS; None if it has."""
     family = str(hf.get("model_type"))
     if family not in FAMILY_FACTS:
-        return f"model_type '{family:.80}' is not one of {', '.join(FAMILY_FACTS)}"
+        return f"its model_type is '{family:.80}'"
     keys = (*REQUIRED_KEYS[family], "num_experts_per_tok")
     if missing := [key for key in keys if hf.get(key) is None]:
         return f"its config.json says nothing about {', '.join(missing)}"

@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ratchet.config.lora import LoRAConfig
-from ratchet.config.model_shape.decoder_config import DecoderConfig, unsupported_reason
+from ratchet.config.model_shape.decoder_config import (
+    FAMILIES,
+    DecoderConfig,
+    unsupported_reason,
+)
 from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
 from ratchet.config.model_shape.megatron_decoder import (
     FAMILY_FACTS,
@@ -79,13 +83,15 @@ def _find_megatron_shape(model: PolicyModel) -> DecoderConfig:
 
 def _read_megatron_shape(hf: Mapping[str, Any], *, reads_media: bool = False) -> DecoderConfig:
     """Return the shape of a `config.json`. Raises ModelError if Megatron has no layers for it."""
-    reason = "it reads media" if reads_media else explain_missing_layers(hf)
+    # The reason of a family of the built-in decoder; None: model.backend is transformers.
+    reason = unsupported_reason(hf) if hf.get("model_type") in FAMILIES else None
+    reason = "it reads media" if reads_media else reason or explain_missing_layers(hf)
     shape = None if reason else read_megatron_decoder(hf)
     if shape is None:
         raise ModelError(
             "learner.kind=megatron supports the families of Ratchet's own decoder and "
-            f"{', '.join(FAMILY_FACTS)}, but not this model, which transformers runs: {reason}. "
-            "Set learner.kind=dtensor."
+            f"{', '.join(FAMILY_FACTS)}, but transformers runs this model: {reason}. Set "
+            "learner.kind=dtensor."
         )
     return shape
 
