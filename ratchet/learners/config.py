@@ -60,8 +60,10 @@ class DistributedConfig(LearnerSection):
     """The base section of learners that run in several processes, each with its own device.
 
     provider: path of the class that loads models (`ratchet.learners.distributed.model_providers`).
-    division_check: path of a function (section, model) that raises if the ranks can't divide the
-      model.
+    division_check: path of a function (section, model, lora) that raises if the ranks can't divide
+      the model with its adapter.
+    config_check: path of such a function (section, config.json, lora), which `ratchet check` calls;
+      None: the model has to be loaded.
     data_parallel_keys: keys whose product is the number of data-parallel ranks. The last key is the
       number of shards; keys before it are numbers of replicas.
     """
@@ -69,6 +71,7 @@ class DistributedConfig(LearnerSection):
     is_distributed: ClassVar[bool] = True
     provider: ClassVar[str]
     division_check: ClassVar[str]
+    config_check: ClassVar[str | None] = None
     data_parallel_keys: ClassVar[tuple[str, ...]]
 
     tensor_parallel: int = Field(1, ge=1)
@@ -148,6 +151,7 @@ class MegatronConfig(DistributedConfig):
     builds: ClassVar[str] = "ratchet.learners.megatron.learner:MegatronLearner"
     provider: ClassVar[str] = "ratchet.learners.megatron.models:MegatronModels"
     division_check: ClassVar[str] = "ratchet.learners.distributed.checks:check_megatron"
+    config_check: ClassVar[str | None] = "ratchet.learners.distributed.checks:check_megatron_config"
     data_parallel_keys: ClassVar[tuple[str, ...]] = ("data_parallel",)
     has_own_adamw: ClassVar[bool] = True
     supports_pipeline_lora: ClassVar[bool] = True

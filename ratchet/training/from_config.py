@@ -148,7 +148,7 @@ def _get_trainer_resources(config: RunConfig, model: PolicyModel) -> list[Resour
     section = config.stages[0].learner
     if not isinstance(section, DistributedConfig):
         return []
-    import_object(section.division_check)(section, model)
+    import_object(section.division_check)(section, model, config.stages[0].lora)
     return [
         ResourceRequest(
             LEARNER, build_topology(section).world_size, gpus=0 if config.device == "cpu" else 1

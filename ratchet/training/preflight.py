@@ -12,15 +12,16 @@ import copy
 import sys
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Any
 
 from ratchet.algorithms.config.policy_gradient import PolicyGradientConfig
 from ratchet.algorithms.config.shaping import EffortLength
 from ratchet.config.base import Section
-from ratchet.config.resolve import build
+from ratchet.config.resolve import build, import_object
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.config.sections import JudgeSection
 from ratchet.data.chat.renderer import Renderer
@@ -34,6 +35,7 @@ from ratchet.experience.async_rollouts.group_filter import build_group_filter
 from ratchet.experience.rollout.environment_answers import reset_environment
 from ratchet.experience.sources.offline import TextRenderer
 from ratchet.experience.sources.render_task import OFFLINE_SOURCES, render_task
+from ratchet.learners.config import DistributedConfig
 from ratchet.models.load import find_model, is_hub_id, read_model_config
 from ratchet.models.policy import UNLIMITED
 from ratchet.protocols import Environment, Reward
@@ -166,10 +168,18 @@ def _open_model(config: RunConfig, report: PreflightReport) -> Renderer | None:
         )
         architecture = content.get("architectures") or ["unnamed"]
         report.opened.append(f"model: {path}, {', '.join(map(str, architecture))}")
+        _check_learner(config.stages[0], content)
         processor = load_policy_processor(config)
     tokenizer = build(config.tokenizer, path)
     report.opened.append(f"tokenizer: {tokenizer.vocab_size:,} tokens")
     return build_renderer(config, tokenizer, processor)
+
+
+def _check_learner(stage: StageConfig, content: Mapping[str, Any]) -> None:
+    """Raise ModelError or ConfigError if the learner can't train the model of a config.json."""
+    learner = stage.learner
+    if isinstance(learner, DistributedConfig) and learner.config_check is not None:
+        import_object(learner.config_check)(learner, content, stage.lora)
 
 
 def _open_judge(judge: JudgeSection, report: PreflightReport) -> None:

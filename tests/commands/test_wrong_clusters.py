@@ -206,7 +206,8 @@ def test_a_model_that_transformers_runs_has_no_map_to_megatron():
         "gpt2", vocab_size=23, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2
     )
     with pytest.raises(
-        ModelError, match=r"transformers runs this model \(gpt2\)\. Set learner\.kind=dtensor"
+        ModelError,
+        match=r"this model: its model_type is 'gpt2'\. Set learner\.kind=dtensor",
     ):
         check_megatron(
             MegatronConfig(), TransformersPolicy(AutoModelForCausalLM.from_config(config))

@@ -77,9 +77,12 @@ def wanted(kind):
     return ["values"] if kind == "ppo" else ["logprobs", "entropy"]
 
 
-def alone(shape, kind, steps, adapter=None, autocast=False):
+def alone(shape, kind, steps, adapter=None, autocast=False, dtype=torch.float32):
     """What one process makes of it: (metrics by step, weights, columns)."""
     policy = init_policy(SHAPES[shape], seed=SEED) if shape in SHAPES else load_policy(Path(shape))
+    policy.to(dtype)
+    if dtype is torch.float64 and shape not in SHAPES:  # grouped products take no such numbers
+        policy.model.set_experts_implementation("eager")
     if adapter is not None:
         policy.attach(adapter)
     head = ScalarHead(policy.hidden_size) if kind == "ppo" else None
@@ -95,13 +98,13 @@ def alone(shape, kind, steps, adapter=None, autocast=False):
     )
     metrics = []
     for step in range(steps):
-        batch, terms = weighed(kind, step)
+        batch, terms = weighed(kind, step, dtype)
         metrics.append(dict(asyncio.run(learner.update(batch, terms))))
     weights = {
         name: tensor.clone()
         for name, tensor in (*policy.canonical_weights(), *policy.adapter_weights())
     }
-    return metrics, weights, asyncio.run(learner.score(weighed(kind, 0)[0], wanted(kind)))
+    return metrics, weights, asyncio.run(learner.score(weighed(kind, 0, dtype)[0], wanted(kind)))
 
 
 def run(rank, cases):
@@ -123,11 +126,11 @@ def source(shape):
     return ModelSource(path=shape)
 
 
-def made(shape, kind, options, adapter=None):
+def made(shape, kind, options, adapter=None, dtype=torch.float32):
     from ratchet.learners.megatron.models import MegatronModels
 
     section = MegatronConfig(micro_batch_tokens=MICRO, **options)
-    models = MegatronModels(section, torch.device("cpu"), torch.float32)
+    models = MegatronModels(section, torch.device("cpu"), dtype)
     policy = models.load(source(shape))
     optimizer = {"kind": "adamw", **OPTIMIZER.model_dump(mode="json", exclude={"kind"})}
     spec = RoleSpec(
@@ -140,8 +143,8 @@ def made(shape, kind, options, adapter=None):
     return models.learner(policy, spec)
 
 
-def step_of(learner, kind, step):
-    batch, terms = weighed(kind, step)
+def step_of(learner, kind, step, dtype=torch.float32):
+    batch, terms = weighed(kind, step, dtype)
     return dict(learner.update([micro.batch for micro in micros_of(learner, batch, terms)], terms))
 
 
@@ -156,11 +159,12 @@ def one(
     adapter=None,
     takes_turns=False,
     exported_to=None,
+    dtype=torch.float32,
 ):
     """takes_turns: the learner is offloaded before and after each step, and saved offloaded."""
     from ratchet.models.megatron.build import destroy_process_groups
 
-    learner = made(shape, kind, options, adapter)
+    learner = made(shape, kind, options, adapter, dtype)
     if loaded_from is not None:
         learner.load(Path(loaded_from))
     metrics = []
@@ -168,8 +172,8 @@ def one(
         if takes_turns:
             leave_device(learner)
             learner.onload()
-        metrics.append(step_of(learner, kind, step))
-    micros = micros_of(learner, weighed(kind, 0)[0])
+        metrics.append(step_of(learner, kind, step, dtype))
+    micros = micros_of(learner, weighed(kind, 0, dtype)[0])
     columns = learner.score([micro.batch for micro in micros], wanted(kind))
     if takes_turns:
         leave_device(learner)

@@ -16,9 +16,23 @@ pytestmark = [pytest.mark.slow, pytest.mark.needs("megatron")]
 RANKS_WITH_EXPERTS = {**MEGATRON, "data_parallel": 2, "expert_parallel": 2}
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe"])
+LORA = {"rank": 2, "target_modules": ["q_b_proj", "kv_b_proj", "o_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    [
+        ("qwen2_moe", {}),
+        ("glm4_moe", {}),
+        ("gpt_oss", {}),
+        ("deepseek_v3", {}),
+        ("gpt_oss", {"lora": {"rank": 2}}),
+        ("deepseek_v3", {"lora": LORA}),
+    ],
+    ids=str,
+)
 def test_weights_are_pushed_under_the_names_that_transformers_gives_them(
-    executor, reference, tmp_path, name
+    executor, reference, tmp_path, name, adapter
 ):
     family, fields = MODELS[name]
     save_reference(reference(family, shape=BASE, **fields), tmp_path / "model")
@@ -26,6 +40,7 @@ def test_weights_are_pushed_under_the_names_that_transformers_gives_them(
 
     def metrics(learner, place):
         stage = {**STAGE, **GRPO, "steps": 2, "learner": learner, "generator": {"kind": "hf"}}
+        stage |= adapter
         settings = freeze(RunConfig.model_validate({**recipe, "stages": [stage]}))
         return metrics_of(settings, executor, tmp_path / place)
 

@@ -1,10 +1,12 @@
 """`ratchet check`, and the start of a run, open what a recipe names."""
 
+import json
 import textwrap
 from pathlib import Path
 
 import pytest
 import yaml
+from models.convert import cases
 
 from ratchet.cli.errors import WRONG_INPUT
 from ratchet.config.loader import load_config
@@ -83,6 +85,28 @@ def test_a_field_that_the_models_configuration_lacks_is_a_problem(folder):
     model = {"path": "model", "overrides": {"rope_thetas": 1e6}}
     config = load(folder, model=model, **SORTING)
     with pytest.raises(RatchetError, match=r"overrides\.rope_thetas: .* mean 'rope_theta'\?"):
+        run_preflight(config).raise_problems()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learner": {"context_parallel": 2}}, r"sinks\. Set learner\.context_parallel=1"),
+        ({"learner": {"tensor_parallel": 3, "sequence_parallel": True}}, "set it to 2"),
+        ({"overrides": {"quantization_config": {"quant_method": "mxfp4"}}}, "are quantized"),
+        ({"lora": {"target_modules": ["gate_proj"]}}, r"=\[q_proj, k_proj, v_proj, o_proj\]"),
+    ],
+)
+def test_what_megatron_lacks_for_a_model_is_a_problem(folder, changes, message):
+    init_policy(get_preset("tiny", 256), 0).save(folder / "model")
+    family, fields = cases.MODELS["gpt_oss"]
+    overrides = changes.get("overrides", {})
+    content = {"model_type": family, **cases.BASE, **fields, **overrides}
+    (folder / "model" / "config.json").write_text(json.dumps(content))
+    learner = {"kind": "megatron", **changes.get("learner", {})}
+    lora = {"lora": changes["lora"]} if "lora" in changes else {}
+    config = load(folder, model={"path": "model"}, learner=learner, **lora, **SORTING)
+    with pytest.raises(RatchetError, match=message):
         run_preflight(config).raise_problems()
 
 

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 
 from ratchet.config.lora import LoRAConfig
 from ratchet.config.model_shape.decoder_config import FAMILIES, DecoderConfig
+from ratchet.config.model_shape.megatron_decoder import MegatronDecoderConfig
 from ratchet.errors import ConfigError
 
 ALL = "all-linear"
@@ -27,8 +28,35 @@ def resolve_decoder_targets(config: DecoderConfig, lora: LoRAConfig) -> tuple[st
 
     Raises ConfigError for an unknown name.
     """
+    if isinstance(config, MegatronDecoderConfig):
+        return _resolve_megatron_targets(config, lora)
     dense = () if len(config.sparse_layers) == config.n_layers else MLP
     return resolve_target_modules(lora, (*ATTENTION, *dense, *get_expert_matrices(config)))
+
+
+def _resolve_megatron_targets(config: MegatronDecoderConfig, lora: LoRAConfig) -> tuple[str, ...]:
+    """Return the names of linear layers that get an adapter in a model that Megatron runs.
+
+    transformers runs the same model in generators, so these are linear layers of transformers too.
+    It has the routed experts of a layer in fused parameters, and peft takes the names of MLPs for
+    these, except in Qwen2-MoE, where all-linear has the gate of the shared expert.
+
+    Raises ConfigError for a name of another layer, and for all-linear if there are others.
+    """
+    if config.latent is not None:
+        queries = ("q_a_proj", "q_b_proj") if config.latent.q_rank else ("q_proj",)
+        names = (*queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    else:
+        names = (*ATTENTION, *MLP) if config.has_shared_gate else ATTENTION
+    unknown = set() if lora.target_modules == ALL else set(lora.target_modules) - set(names)
+    has_others = lora.target_modules == ALL and config.shared_intermediate_size > 0
+    if has_others or unknown:
+        chosen = ALL if has_others else ", ".join(sorted(unknown))
+        raise ConfigError(
+            f"lora.target_modules={chosen} has linear layers that learner.kind=megatron can't "
+            f"adapt in a {config.family} model. Set lora.target_modules=[{', '.join(names)}]."
+        )
+    return resolve_target_modules(lora, names)
 
 
 def get_expert_matrices(config: DecoderConfig) -> tuple[str, ...]:

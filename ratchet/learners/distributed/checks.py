@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
-from ratchet.config.model_shape.decoder_config import DecoderConfig
-from ratchet.config.model_shape.megatron_decoder import read_megatron_decoder
+from collections.abc import Mapping
+from typing import Any
+
+from ratchet.config.lora import LoRAConfig
+from ratchet.config.model_shape.decoder_config import (
+    FAMILIES,
+    DecoderConfig,
+    unsupported_reason,
+)
+from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
+from ratchet.config.model_shape.megatron_decoder import (
+    FAMILY_FACTS,
+    explain_missing_layers,
+    read_megatron_decoder,
+)
 from ratchet.errors import ConfigError, ModelError
 from ratchet.learners.config import DTensorConfig, MegatronConfig
 from ratchet.learners.distributed.topology import build_first_shard, build_megatron_sizes
@@ -11,8 +24,13 @@ from ratchet.models.parallel.megatron_sizes import Fp8Format, require_megatron
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 
 
-def check_dtensor(section: DTensorConfig, model: PolicyModel) -> None:
-    """Raise ModelError or ConfigError if FSDP2 can't divide the model as `section` says."""
+def check_dtensor(
+    section: DTensorConfig, model: PolicyModel, lora: LoRAConfig | None = None
+) -> None:
+    """Raise ModelError or ConfigError if FSDP2 can't divide the model as `section` says.
+
+    lora: The adapter that the model gets, which can be any.
+    """
     if isinstance(model, DecoderPolicy):
         # If the sizes divide for the first rank, they do for all ranks.
         build_first_shard(section).check(model.shape)
@@ -20,14 +38,34 @@ def check_dtensor(section: DTensorConfig, model: PolicyModel) -> None:
         _check_transformers(section, model)
 
 
-def check_megatron(section: MegatronConfig, model: PolicyModel) -> None:
+def check_megatron(
+    section: MegatronConfig, model: PolicyModel, lora: LoRAConfig | None = None
+) -> None:
     """Raise ModelError or ConfigError if Megatron can't divide the model as `section` says.
+
+    lora: The adapter that the model gets.
 
     Raises MissingDependency if Megatron is not installed.
     """
     require_megatron()
-    shape = _find_megatron_shape(model)
+    _check_megatron_shape(section, _find_megatron_shape(model), lora)
+
+
+def check_megatron_config(
+    section: MegatronConfig, hf: Mapping[str, Any], lora: LoRAConfig | None = None
+) -> None:
+    """Raise ModelError or ConfigError if Megatron can't train the model of a `config.json`."""
+    is_decoder = unsupported_reason(hf) is None
+    shape = DecoderConfig.from_hf(hf) if is_decoder else _read_megatron_shape(hf)
+    _check_megatron_shape(section, shape, lora)
+
+
+def _check_megatron_shape(
+    section: MegatronConfig, shape: DecoderConfig, lora: LoRAConfig | None
+) -> None:
     build_megatron_sizes(section).check(shape)
+    if lora is not None:
+        resolve_decoder_targets(shape, lora)
     if section.fp8 is not None:
         Fp8Format(section.fp8, section.fp8_recipe).check_shape(shape, section.tensor_parallel)
 
@@ -40,11 +78,19 @@ def _find_megatron_shape(model: PolicyModel) -> DecoderConfig:
     from ratchet.models.transformers.policy import TransformersPolicy
 
     hf = model.saved_config.to_dict() if isinstance(model, TransformersPolicy) else {}
-    shape = None if model.reads_media else read_megatron_decoder(hf)
+    return _read_megatron_shape(hf, reads_media=model.reads_media)
+
+
+def _read_megatron_shape(hf: Mapping[str, Any], *, reads_media: bool = False) -> DecoderConfig:
+    """Return the shape of a `config.json`. Raises ModelError if Megatron has no layers for it."""
+    # The reason of a family of the built-in decoder; None: model.backend is transformers.
+    reason = unsupported_reason(hf) if hf.get("model_type") in FAMILIES else None
+    reason = "it reads media" if reads_media else reason or explain_missing_layers(hf)
+    shape = None if reason else read_megatron_decoder(hf)
     if shape is None:
         raise ModelError(
-            "learner.kind=megatron supports the families of Ratchet's own decoder, qwen2_moe and "
-            f"glm4_moe, but transformers runs this model ({hf.get('model_type', 'unknown')}). Set "
+            "learner.kind=megatron supports the families of Ratchet's own decoder and "
+            f"{', '.join(FAMILY_FACTS)}, but transformers runs this model: {reason}. Set "
             "learner.kind=dtensor."
         )
     return shape

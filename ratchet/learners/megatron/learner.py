@@ -44,6 +44,7 @@ from ratchet.learners.megatron.state import load_state, save_state
 from ratchet.learners.optim.step_rules import OptimizerStepRules
 from ratchet.models.convert.dimensions import Dimensions
 from ratchet.models.convert.megatron import MegatronShard, megatron_layout
+from ratchet.models.convert.packed_experts import find_packed_name, pack_blocks
 from ratchet.models.convert.stacked_experts import stack_block
 from ratchet.models.layers.expert_routing import RouterMonitor
 from ratchet.models.layers.packed_inputs import PackedInputs
@@ -109,6 +110,7 @@ class MegatronLearner(RankLearner):
         super().__init__(forward, topology, dist.get_rank(), gradient_group, step_rules)
         self.model = model
         self.autocast = autocast
+        self.dimensions = Dimensions.from_config(model.shape)
         self.stage_parameters = list(model.stage_parameters())
         self.chunks: list[Any] = list(model.chunks)
         self.optimizer: Any = None
@@ -259,6 +261,15 @@ class MegatronLearner(RankLearner):
 
     def blocks(self, part: ExportedPart = "all") -> Iterator[Shard]:
         """Yield views of this rank's blocks. A scalar head belongs to the part "adapter"."""
+        blocks = self._cut_blocks(part)
+        return (
+            pack_blocks(blocks, self.dimensions.experts)
+            if self.dimensions.has_packed_experts
+            else blocks
+        )
+
+    def _cut_blocks(self, part: ExportedPart) -> Iterator[Shard]:
+        """Yield the blocks of this rank's parameters by the names of the conversion tables."""
         for entry in self.stage_parameters:
             if entry.is_owner and part in (
                 "all",
@@ -282,8 +293,10 @@ class MegatronLearner(RankLearner):
         """
         if self.model.adapter is None:
             return None
-        whole = megatron_layout(Dimensions.from_config(self.model.shape), MegatronShard())
+        whole = megatron_layout(self.dimensions, MegatronShard())
         names = {piece.name for pieces in whole.values() for piece in pieces}
+        if self.dimensions.has_packed_experts:
+            names = set(map(find_packed_name, names))
         return fingerprint_across_ranks(self.blocks("base"), names, self.forward.device)
 
     def save(self, directory: Path) -> None:

@@ -61,7 +61,7 @@ class AdamW:
     def update_parameters(self, parameters: Sequence[tuple[str, nn.Parameter]], lr: float) -> None:
         """Update the given parameters, which all have a gradient."""
         for are_matrices, decay in ((True, self.config.weight_decay), (False, 0.0)):
-            group = [(name, p) for name, p in parameters if (p.dim() >= 2) == are_matrices]
+            group = [(name, p) for name, p in parameters if _is_matrix(name, p) == are_matrices]
             if group:
                 self._update_group(group, lr, decay)
 
@@ -213,3 +213,8 @@ def require_moment(moments: Mapping[str, Tensor], key: str, name: str) -> Tensor
             "section. Resume with that section."
         )
     return moments[key]
+
+
+def _is_matrix(name: str, parameter: Tensor) -> bool:
+    """True if a parameter has matrices. The stacked biases of experts have two dimensions too."""
+    return parameter.dim() >= 2 and not name.endswith("bias")

@@ -11,45 +11,13 @@ from typing import Any
 
 from ratchet.config.model_shape.decoder_config import FAMILIES, DecoderConfig
 from ratchet.config.model_shape.megatron_decoder import (
-    EXPERT_COUNT_KEYS,
+    FAMILY_FACTS,
+    REQUIRED_KEYS,
     MegatronDecoderConfig,
     read_family_fields,
 )
 from ratchet.errors import ModelError
 
-SIZE_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-)
-# The keys that a config.json must have, of families that the built-in decoder lacks.
-REQUIRED_KEYS: Mapping[str, tuple[str, ...]] = {
-    "qwen2_moe": (
-        *SIZE_KEYS,
-        "num_key_value_heads",
-        "num_experts",
-        "moe_intermediate_size",
-        "shared_expert_intermediate_size",
-    ),
-    "glm4_moe": (
-        *SIZE_KEYS,
-        "num_key_value_heads",
-        "n_routed_experts",
-        "moe_intermediate_size",
-    ),
-    "gpt_oss": (*SIZE_KEYS, "num_key_value_heads", "num_local_experts"),
-    "deepseek_v3": (
-        *SIZE_KEYS,
-        "kv_lora_rank",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-        "v_head_dim",
-        "n_routed_experts",
-        "moe_intermediate_size",
-    ),
-}
 # What Megatron Core 0.16 lacks for a family, by `model_type`.
 GEMMA_2 = (
     "Megatron Core 0.16 has no norms behind attention and MLP, no scaled embeddings and no soft "
@@ -204,7 +172,7 @@ def _from_megatron_decoder(hf: Mapping[str, Any]) -> Dimensions:
         **_read_grouped_heads(hf),
         qkv_bias=fields["qkv_bias"],
         qk_norm=fields["qk_norm"],
-        experts=hf[EXPERT_COUNT_KEYS[hf["model_type"]]],
+        experts=hf[FAMILY_FACTS[hf["model_type"]].expert_count_key],
         expert_width=hf["moe_intermediate_size"],
         shared_width=fields["shared_intermediate_size"],
         dense_layers=fields["dense_layers"],

@@ -9,12 +9,14 @@ each expert and projection. Their names are those of other families:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ratchet.models.model_source import ReadBlock
+from ratchet.protocols import Shard
 
 SINGLE = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 PACKED = re.compile(r"(.+\.mlp\.experts)\.(gate_up|down)_proj(_bias)?")
@@ -90,3 +92,31 @@ def read_packed_experts(read: ReadBlock) -> ReadBlock:
         return torch.stack([read_expert(e) for e in range(offsets[0], offsets[0] + sizes[0])])
 
     return read_block
+
+
+def pack_blocks(blocks: Iterable[Shard], n_experts: int) -> Iterator[Shard]:
+    """Yield blocks of packed tensors, given blocks of single experts' matrices.
+
+    A block of gate is followed by the block of up with the same rows, because a Megatron parameter
+    has both. The blocks of packed tensors are copies.
+    """
+    gate: Shard | None = None
+    for block in blocks:
+        match = SINGLE.fullmatch(block.name)
+        if match is None:
+            yield block
+        elif match[3] == "gate":
+            gate = block
+        else:
+            alternating = [block.tensor.t()]
+            if match[3] == "up":
+                assert gate is not None, "up follows gate in the tables"
+                alternating.insert(0, gate.tensor.t())
+            count = len(alternating)
+            yield replace(
+                block,
+                name=find_packed_name(block.name),
+                shape=(n_experts, *block.shape[:0:-1], count * block.shape[0]),
+                offsets=(int(match[2]), *block.offsets[:0:-1], count * block.offsets[0]),
+                tensor=torch.stack(alternating, -1).flatten(-2)[None],
+            )

@@ -100,18 +100,18 @@ class PackedAttention:
 
 def _attend(bucket: Bucket, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
     """Return the causal attention of a bucket's sequences."""
-    q, k, v = (_to_cells(bucket, x) for x in (q_THD, k_TKD, v_TKD))
-    return _to_tokens(bucket, attend_grouped(q, k, v))
+    q, k, v = (to_cells(bucket, x) for x in (q_THD, k_TKD, v_TKD))
+    return to_tokens(bucket, attend_grouped(q, k, v))
 
 
-def _to_cells(bucket: Bucket, x: Tensor) -> Tensor:
+def to_cells(bucket: Bucket, x: Tensor) -> Tensor:
     """Pad and reshape [tokens, heads, D] to [rows, heads, longest, D]."""
     cells = x if bucket.padding is None else _Pad.apply(x, bucket.padding)
     return cells.view(bucket.rows, bucket.longest, *x.shape[1:]).transpose(1, 2)
 
 
-def _to_tokens(bucket: Bucket, out: Tensor) -> Tensor:
-    """Invert `_to_cells`: turn [rows, heads, longest, D] into [tokens, heads, D]."""
+def to_tokens(bucket: Bucket, out: Tensor) -> Tensor:
+    """Invert `to_cells`: turn [rows, heads, longest, D] into [tokens, heads, D]."""
     cells = out.transpose(1, 2).reshape(-1, out.shape[1], out.shape[3])
     return cells if bucket.padding is None else _Unpad.apply(cells, bucket.padding)
 
@@ -125,6 +125,21 @@ class BranchCall:
     # then the segment. Padding cells repeat a token.
     key_tokens: Tensor
     mask: Tensor  # bool [R or 1, 1, L, P + L]: True for the cells that a query attends to
+    begin_R: Tensor  # int64 [R or 1], on the CPU: length of the past of each row of the mask
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        """Reshape keys or values of all tokens [T, heads, D] to [R, heads, P + L, D]."""
+        rows = x.index_select(0, self.key_tokens)
+        return rows.view(self.query_bucket.rows, -1, *x.shape[1:]).transpose(1, 2)
+
+    def limit_distance(self, window: int) -> Tensor:
+        """Return the mask without cells that are `window` tokens or more before a query."""
+        longest, n_keys = self.mask.shape[-2:]
+        past_P = torch.arange(n_keys - longest)
+        segment_RL = self.begin_R[:, None] + torch.arange(longest)
+        keys_RK = torch.cat([past_P.expand(len(self.begin_R), -1), segment_RL], dim=1)
+        is_near = segment_RL[:, :, None] - keys_RK[:, None] < window
+        return self.mask & upload(is_near[:, None], self.mask.device)
 
 
 class TreeAttention:
@@ -136,6 +151,7 @@ class TreeAttention:
     def __init__(
         self, tree: PrefixTree, device: torch.device | str = "cpu", uses_varlen: bool = False
     ) -> None:
+        self.tree = tree
         roots = [segment for segment in tree.segments if not segment.begin]
         self.n_root_tokens = sum(segment.length for segment in roots)
         self.root_attention = PackedAttention(
@@ -166,16 +182,10 @@ def attend_past(call: BranchCall, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -
         v_TKD: Values of all tokens, also those of the pasts.
     """
     bucket = call.query_bucket
-
-    def gather_rows(x: Tensor) -> Tensor:  # [T, heads, D] -> [R, heads, P + L, D]
-        return (
-            x.index_select(0, call.key_tokens).view(bucket.rows, -1, *x.shape[1:]).transpose(1, 2)
-        )
-
     out = attend_grouped(
-        _to_cells(bucket, q_THD), gather_rows(k_TKD), gather_rows(v_TKD), call.mask
+        to_cells(bucket, q_THD), call.to_rows(k_TKD), call.to_rows(v_TKD), call.mask
     )
-    return _to_tokens(bucket, out)
+    return to_tokens(bucket, out)
 
 
 class _Pad(Function):
@@ -297,4 +307,4 @@ def _plan_branch_call(
         -1, bucket.longest, -1
     )
     mask = torch.cat([past_RLP, causal_LL.expand(len(begin_R), -1, -1)], dim=-1)
-    return BranchCall(bucket, upload(keys, device), upload(mask[:, None], device))
+    return BranchCall(bucket, upload(keys, device), upload(mask[:, None], device), begin_R)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ratchet.models.convert.dimensions import Dimensions
 from ratchet.models.convert.megatron import Layout, MegatronShard, fill_parameters, megatron_layout
+from ratchet.models.convert.packed_experts import read_single_experts
 from ratchet.models.lora.decoder import is_adapter_parameter
 from ratchet.models.megatron.build import MegatronStage
 from ratchet.models.megatron.low_rank import LoRAFactors, belongs_to_expert
@@ -77,6 +78,8 @@ def list_stage_parameters(
 
 def fill_stages(stages: Sequence[MegatronStage], sizes: MegatronSizes, read: ReadBlock) -> None:
     """Copy every block of the model weights from `read` into the stages."""
+    if Dimensions.from_config(stages[0].shape).has_packed_experts:
+        read = read_single_experts(read)
     for stage in stages:
         tensors = {name: weight for name, weight in list_weights(stage) if is_model_weight(name)}
         fill_parameters(tensors, make_stage_layout(stage, sizes), read)

@@ -19,7 +19,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
 from torch import Tensor
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig
@@ -215,9 +218,10 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return Megatron's configuration of a decoder."""
     options = {**_make_expert_options(shape, dtype), **RECOMPUTED[recompute]}
+    options |= _make_latent_options(shape)
     if fp8 is not None:
         options |= {"fp8": fp8.format, "fp8_recipe": fp8.recipe}
-    return TransformerConfig(
+    return (MLATransformerConfig if "kv_lora_rank" in options else TransformerConfig)(
         num_layers=shape.n_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.intermediate_size,
@@ -225,7 +229,7 @@ def transformer_config(
         num_query_groups=shape.n_kv_heads,
         kv_channels=shape.head_dim,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        **_make_activation_options(shape),
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         normalization="RMSNorm",
@@ -270,13 +274,45 @@ def _make_stage_layout(n_layers: int, sizes: MegatronSizes) -> list[list[str]] |
     return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
 
 
+def _make_latent_options(shape: DecoderConfig) -> dict[str, Any]:
+    """Return Megatron's options of multi-head latent attention; none if the decoder lacks it."""
+    if not isinstance(shape, MegatronDecoderConfig) or shape.latent is None:
+        return {}
+    return {
+        "q_lora_rank": shape.latent.q_rank or None,
+        "kv_lora_rank": shape.latent.kv_rank,
+        "qk_head_dim": shape.latent.plain_dim,
+        "qk_pos_emb_head_dim": shape.rotary_dim,
+        "v_head_dim": shape.latent.value_dim,
+        "rope_type": "rope",  # `PackedCoreAttention` rotates instead
+        "rotary_scaling_factor": 1.0,
+    }
+
+
+def _make_activation_options(shape: DecoderConfig) -> dict[str, Any]:
+    """Return Megatron's options of the gated linear unit."""
+    glu = shape.clamped_glu if isinstance(shape, MegatronDecoderConfig) else None
+    if glu is None:
+        return {"activation_func": F.silu}
+
+    def gate(x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x * glu.alpha)
+
+    return {
+        "activation_func": gate,
+        "activation_func_clamp_value": glu.limit,
+        "glu_linear_offset": 1.0,
+    }
+
+
 def _make_expert_options(shape: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return Megatron's options of a mixture of experts."""
     if not shape.n_experts:
         return {}
     shared: dict[str, Any] = {}
     if isinstance(shape, MegatronDecoderConfig):
-        shared["moe_shared_expert_intermediate_size"] = shape.shared_intermediate_size
+        # Megatron takes a size of 0 for shared experts of width 0.
+        shared["moe_shared_expert_intermediate_size"] = shape.shared_intermediate_size or None
         shared["moe_shared_expert_gate"] = shape.has_shared_gate
     return {
         **shared,

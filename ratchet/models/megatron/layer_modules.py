@@ -1,10 +1,9 @@
 """The layer modules that Megatron Core itself provides only with Transformer Engine.
 
-They compute the same as the built-in decoder: attention over packed sequences (also with context
-parallelism), norms, and routers that can replay routing decisions.
+They compute the same as the built-in decoder and transformers: attention over packed sequences
+(also with context parallelism), and norms.
 
-T = tokens of this rank, H = query heads, K = key/value heads, D = head_dim, E = experts, k =
-experts per token.
+T = tokens of this rank, H = query heads, K = key/value heads, D = head_dim.
 """
 
 from __future__ import annotations
@@ -13,28 +12,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.extensions import transformer_engine as te_linear
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.model_shape.megatron_decoder import MegatronDecoderConfig
 from ratchet.models.decoder import AttentionFn
 from ratchet.models.layers.expert_routing import RoutingHook
+from ratchet.models.layers.sink_attention import add_sinks
 from ratchet.models.lora.layers import SeededDropout
+from ratchet.models.megatron.latent_attention import LatentAttention
 from ratchet.models.megatron.low_rank import ColumnLinear, RowLinear
+from ratchet.models.megatron.routers import BiasedRouter, ReplayableRouter, SigmoidRouter
 from ratchet.models.ops import rms_norm, rotate
 
 
@@ -57,9 +62,25 @@ class PackedForwardParams(PackedSeqParams):
 class PackedCoreAttention(nn.Module):
     """The `core_attention` of a layer: it rotates queries and keys, then calls `attend`."""
 
-    def __init__(self, *, layer_number: int, **others: Any) -> None:
+    def __init__(
+        self,
+        *,
+        config: TransformerConfig,
+        layer_number: int,
+        has_sinks: bool,
+        pg_collection: Any,
+        **others: Any,
+    ) -> None:
         super().__init__()
         self.layer = layer_number - 1  # index in the whole model; Megatron counts from 1
+        self.group = pg_collection.tp
+        self.softmax_offset: nn.Parameter | None = None  # the sinks of this rank's heads
+        if has_sinks:
+            heads = config.num_attention_heads // self.group.size()
+            self.softmax_offset = nn.Parameter(
+                torch.empty(heads, dtype=config.params_dtype, device=_find_device())
+            )
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -80,7 +101,25 @@ class PackedCoreAttention(nn.Module):
             _rotate_first(x.to(packed.cos_T1D.dtype), packed.cos_T1D, packed.sin_T1C).to(x.dtype)
             for x in (q_THD, k_TKD)
         )
-        return packed.attend(self.layer, q_THD, k_TKD, v_TKD).flatten(1)
+        value_dim = v_TKD.shape[-1]
+        # Kernels of attention, and the gathering of tokens of other ranks, take one size of heads.
+        v_TKD = F.pad(v_TKD, (0, k_TKD.shape[-1] - value_dim))
+        if self.softmax_offset is not None:
+            q_THD, k_TKD, v_TKD = add_sinks(q_THD, k_TKD, v_TKD, self.softmax_offset)
+        return packed.attend(self.layer, q_THD, k_TKD, v_TKD)[..., :value_dim].flatten(1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return the sinks in the form of Megatron's distributed checkpoints."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
 
 def _rotate_first(x_THD: Tensor, cos_T1R: Tensor, sin_T1C: Tensor) -> Tensor:
@@ -92,6 +131,10 @@ def _rotate_first(x_THD: Tensor, cos_T1R: Tensor, sin_T1C: Tensor) -> Tensor:
     return torch.cat([first, x_THD[..., rotated:]], dim=-1)
 
 
+def _find_device() -> Any:
+    return torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+
+
 class MegatronRMSNorm(nn.Module):
     """The built-in decoder's `RMSNorm`, with Megatron's signature and parameter attributes."""
 
@@ -99,84 +142,14 @@ class MegatronRMSNorm(nn.Module):
         self, *, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **others: Any
     ) -> None:
         super().__init__()
-        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         self.weight = nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+            torch.ones(hidden_size, dtype=config.params_dtype, device=_find_device())
         )
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
-
-
-class ReplayableRouter(TopKRouter):
-    """A router that computes the same as `ratchet.models.layers.moe.ExpertRouter`."""
-
-    sparse_index: int = 0  # index among the layers with experts
-    route: RoutingHook | None = None  # may replace the chosen experts; set at each forward pass
-
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return (weights [T, E], 0 for other experts; mask of the chosen experts [T, E])."""
-        logits_TE = logits.view(-1, logits.shape[-1])
-        logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-        probabilities_TE = logits_TE.softmax(-1)
-        experts_Tk = probabilities_TE.topk(self.topk).indices
-        if self.route is not None:
-            experts_Tk = self.route(self.sparse_index, logits_TE, experts_Tk)
-        weights_Tk = probabilities_TE.gather(1, experts_Tk)
-        # The weights of the chosen experts are scaled to sum to 1.
-        if self.config.moe_router_pre_softmax is False:
-            weights_Tk = weights_Tk / weights_Tk.sum(-1, keepdim=True)
-        weights_TE = torch.zeros_like(probabilities_TE).scatter(1, experts_Tk, weights_Tk)
-        chosen_TE = torch.zeros_like(probabilities_TE, dtype=torch.bool).scatter(
-            1, experts_Tk, True
-        )
-        return weights_TE.to(logits.dtype), chosen_TE
-
-
-class SigmoidRouter(ReplayableRouter):
-    """The router of GLM-4-MoE, as transformers computes it.
-
-    A sigmoid of each logit weighs an expert. A bias of each expert, which no gradient reaches,
-    changes which experts are chosen.
-    """
-
-    shape: MegatronDecoderConfig  # set when the model is built
-    expert_bias: Tensor
-
-    def __init__(self, config: TransformerConfig, **keys: Any) -> None:
-        super().__init__(config=config, **keys)
-        # Megatron's own bias would be changed after each step by its own rule.
-        del self.expert_bias
-        self.register_buffer("expert_bias", torch.zeros(config.num_moe_experts or 0))
-
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return (weights [T, E], 0 for other experts; mask of the chosen experts [T, E])."""
-        logits_TE = logits.view(-1, logits.shape[-1])
-        logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-        scores_TE = logits_TE.sigmoid()
-        experts_Tk = self._choose(scores_TE.detach() + self.expert_bias)
-        if self.route is not None:
-            experts_Tk = self.route(self.sparse_index, logits_TE, experts_Tk)
-        weights_Tk = scores_TE.gather(1, experts_Tk)
-        if self.shape.renormalise:
-            weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + 1e-20)
-        weights_Tk = weights_Tk * self.shape.routed_scale
-        weights_TE = torch.zeros_like(scores_TE).scatter(1, experts_Tk, weights_Tk)
-        chosen_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, experts_Tk, True)
-        return weights_TE.to(logits.dtype), chosen_TE
-
-    def _choose(self, scores_TE: Tensor) -> Tensor:
-        """Return the experts [T, k] of the groups whose two best experts have the largest sums."""
-        n_groups, used = self.shape.n_expert_groups, self.shape.groups_per_token
-        if used < n_groups:
-            scores_TGe = scores_TE.view(len(scores_TE), n_groups, -1)
-            groups_Tg = scores_TGe.topk(2, dim=-1).values.sum(-1).topk(used, dim=-1).indices
-            is_used_TG = torch.zeros_like(scores_TGe[..., 0], dtype=torch.bool)
-            is_used_TG = is_used_TG.scatter(1, groups_Tg, True)
-            scores_TE = scores_TGe.masked_fill(~is_used_TG[..., None], float("-inf")).flatten(1)
-        return scores_TE.topk(self.topk, dim=-1).indices
 
 
 class MegatronLayer(TransformerLayer):
@@ -190,6 +163,19 @@ class MegatronLayer(TransformerLayer):
             if isinstance(module, SeededDropout):
                 module.seed = packed_seq_params.seed
         return super().forward(*args, packed_seq_params=packed_seq_params, **others)
+
+
+class ExpertRowLinear(RowLinear):
+    """The second matrix of an expert, whose bias is added once.
+
+    Megatron adds the biases of experts before it sums over tensor-parallel ranks. So the other
+    ranks add zeros, and their gradient of the bias, which Megatron sums over the ranks, is 0.
+    """
+
+    def forward(self, x: Tensor, *arguments: Any, **keys: Any) -> tuple[Tensor, Any]:
+        out, bias = super().forward(x, *arguments, **keys)
+        # Megatron adds the bias in place, which autograd forbids for this output.
+        return out.clone(), bias if self.tp_group.rank() == 0 else bias * 0
 
 
 def add_bias(linear: type[nn.Module]) -> Any:
@@ -218,22 +204,71 @@ def layer_spec(shape: DecoderConfig, layer: int, *, fp8: bool = False) -> Module
         if fp8
         else (ColumnLinear, RowLinear)
     )
-    mlp = MLPSubmodules(
+    dense = MLPSubmodules(
         linear_fc1=add_bias(column) if shape.mlp_bias else column,
         linear_fc2=add_bias(row) if shape.mlp_bias else row,
     )
-    norm = MegatronRMSNorm if shape.qk_norm else IdentityOp
-    if shape.is_sparse(layer):
-        experts = ModuleSpec(module=SequentialMLP, submodules=mlp)
-        submodules = MoESubmodules(experts=experts, router=ReplayableRouter)
-        if isinstance(shape, MegatronDecoderConfig):
-            submodules.shared_experts = ModuleSpec(module=SharedExpertMLP, submodules=mlp)
-            submodules.router = SigmoidRouter if shape.has_sigmoid_router else ReplayableRouter
-        block = ModuleSpec(module=MoELayer, submodules=submodules)
-    else:
-        block = ModuleSpec(module=MLP, submodules=mlp)
-    core: Any = PackedCoreAttention
+    block = (
+        _make_experts_spec(shape, MLPSubmodules(linear_fc1=column, linear_fc2=row))
+        if shape.is_sparse(layer)
+        else ModuleSpec(module=MLP, submodules=dense)
+    )
     add: Any = get_bias_dropout_add
+    return ModuleSpec(
+        module=MegatronLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=MegatronRMSNorm,
+            self_attention=_make_attention_spec(shape, column, row),
+            self_attn_bda=add,
+            pre_mlp_layernorm=MegatronRMSNorm,
+            mlp=block,
+            mlp_bda=add,
+        ),
+    )
+
+
+def _make_experts_spec(shape: DecoderConfig, mlp: MLPSubmodules) -> ModuleSpec:
+    """Return the specification of a layer's experts.
+
+    mlp: The matrices of experts without biases.
+    """
+    submodules = MoESubmodules(
+        experts=ModuleSpec(module=SequentialMLP, submodules=mlp), router=ReplayableRouter
+    )
+    if isinstance(shape, MegatronDecoderConfig):
+        if shape.shared_intermediate_size:
+            submodules.shared_experts = ModuleSpec(module=SharedExpertMLP, submodules=mlp)
+        if shape.has_sigmoid_router:
+            submodules.router = SigmoidRouter
+        if shape.clamped_glu is not None:
+            submodules.router = BiasedRouter
+            biased = MLPSubmodules(
+                linear_fc1=add_bias(ColumnLinear), linear_fc2=add_bias(ExpertRowLinear)
+            )
+            submodules.experts = ModuleSpec(module=SequentialMLP, submodules=biased)
+    return ModuleSpec(module=MoELayer, submodules=submodules)
+
+
+def _make_attention_spec(shape: DecoderConfig, column: Any, row: Any) -> ModuleSpec:
+    """Return the specification of a layer's attention, of these classes of linear layers."""
+    is_megatron_only = isinstance(shape, MegatronDecoderConfig)
+    has_sinks = is_megatron_only and shape.sinks is not None
+    core: Any = ModuleSpec(PackedCoreAttention, params={"has_sinks": has_sinks})
+    mask = {"attn_mask_type": AttnMaskType.causal}
+    if is_megatron_only and shape.latent is not None:
+        latent = MLASelfAttentionSubmodules(
+            linear_q_proj=column,
+            linear_q_up_proj=column,
+            linear_kv_up_proj=column,
+            core_attention=core,
+            linear_proj=row,
+            q_layernorm=MegatronRMSNorm,
+            kv_layernorm=MegatronRMSNorm,
+        )
+        return ModuleSpec(
+            LatentAttention, params={**mask, "latent": shape.latent}, submodules=latent
+        )
+    norm = MegatronRMSNorm if shape.qk_norm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=column,
         core_attention=core,
@@ -241,16 +276,4 @@ def layer_spec(shape: DecoderConfig, layer: int, *, fp8: bool = False) -> Module
         q_layernorm=norm,
         k_layernorm=norm,
     )
-    return ModuleSpec(
-        module=MegatronLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=MegatronRMSNorm,
-            self_attention=ModuleSpec(
-                SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
-            ),
-            self_attn_bda=add,
-            pre_mlp_layernorm=MegatronRMSNorm,
-            mlp=block,
-            mlp_bda=add,
-        ),
-    )
+    return ModuleSpec(SelfAttention, params=mask, submodules=attention)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
+from ratchet.config.model_shape.megatron_decoder import MegatronDecoderConfig
 from ratchet.models.lora.decoder import Adapter, init_adapters
 from ratchet.models.megatron.blocks import make_adapter_layout, make_stage_layout
 from ratchet.models.megatron.build import MegatronStage
@@ -24,11 +25,13 @@ def attach(stages: Sequence[MegatronStage], sizes: MegatronSizes, adapter: Adapt
     for stage in stages:
         target_names = resolve_decoder_targets(stage.shape, adapter.lora)
         layout = make_stage_layout(stage, sizes)
+        # transformers, which runs the other copies of such a model, fuses its routed experts.
+        is_fused = isinstance(stage.shape, MegatronDecoderConfig)
         stage.requires_grad_(False)
         linears = [
             (path, module)
             for path, module in stage.named_modules()
-            if isinstance(module, AdaptableLinear)
+            if isinstance(module, AdaptableLinear) and not (is_fused and module.is_expert)
         ]
         for number, (path, linear) in enumerate(linears):
             targets = _group_by_target(layout[f"{path}.weight"], target_names)

@@ -21,18 +21,29 @@ def prepare_import() -> None:
 
         install()
     _patch_routers(importlib.import_module("megatron.core.transformer.moe.moe_utils"))
+    latent = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    _patch_latent_attention(latent)
     distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     _patch_optimizer(distributed)
     _patch_buckets(distributed)
 
 
-# --- patches of version 0.16.1; the first two are needed only without Transformer Engine
+# --- patches of version 0.16.1; the first three are needed only without Transformer Engine
 
 
 def _patch_routers(moe_utils: Any) -> None:
     """Define a name that `moe_utils` uses, but imports only if Transformer Engine is installed."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def _patch_latent_attention(attention: Any) -> None:
+    """Let `MLASelfAttention` be built without Transformer Engine.
+
+    It asks whether a layer is Transformer Engine's whenever Megatron's wrapper of that package can
+    be imported, which it can without the package too. The class of such layers is then None.
+    """
+    attention.HAVE_TE = isinstance(attention.TELinear, type)
 
 
 def _patch_optimizer(distributed: Any) -> None:

@@ -9,6 +9,7 @@ size, V = this rank's part of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,10 +19,11 @@ from torch import Tensor, nn
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.model_shape.megatron_decoder import MegatronDecoderConfig
-from ratchet.errors import ConfigError
 from ratchet.models.flops import TokenCost
+from ratchet.models.layers.attention import PackedAttention, TreeAttention
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.packed_inputs import PackedInputs
+from ratchet.models.layers.sink_attention import SinkAttention
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.megatron.blocks import StageParameter, fill_stages, list_stage_parameters
 from ratchet.models.megatron.build import MegatronStage, build_stages
@@ -111,6 +113,22 @@ class MegatronPolicy(DistributedPolicy):
             else PaddedVocabulary(self.shard.tensor, self.vocab_size)
         )
 
+    def pack_inputs(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        routing: Routing | None = None,
+    ) -> PackedInputs:
+        packed = super().pack_inputs(tokens_T, positions_T, lengths, routing)
+        sinks = self._shape.sinks if isinstance(self._shape, MegatronDecoderConfig) else None
+        if sinks is None:
+            return packed
+        assert isinstance(packed.attend, PackedAttention | TreeAttention), (
+            "`MegatronSizes.check` refuses sinks with context parallelism"
+        )
+        return replace(packed, attend=SinkAttention(packed.attend, sinks, tokens_T.device))
+
     def unpad_hidden(self, packed: PackedInputs, hidden_td: Tensor) -> Tensor:
         """Return the last stage's output in token order [T, d], without padding."""
         return packed.unfold(hidden_td[: len(packed.tokens_U)])
@@ -151,11 +169,6 @@ class MegatronPolicy(DistributedPolicy):
             return hidden_nd.to(dtype) @ weight_Vd.to(dtype).T
 
     def attach(self, adapter: Adapter) -> None:
-        if isinstance(self._shape, MegatronDecoderConfig):
-            raise ConfigError(
-                f"learner.kind=megatron adapts no model of the family {self._shape.family}: remove "
-                "lora, or set learner.kind=dtensor"
-            )
         attach(self.chunks, self.sizes, adapter)
         self.adapter = adapter
 

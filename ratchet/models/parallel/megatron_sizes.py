@@ -58,6 +58,11 @@ class Fp8Format:
             shape: The shape of the decoder.
             tensor: The number of tensor-parallel ranks.
         """
+        if isinstance(shape, MegatronDecoderConfig) and (shape.latent or shape.clamped_glu):
+            raise ModelError(
+                f"learner.fp8={self.format} has no layers for a {shape.family} model: remove "
+                "learner.fp8"
+            )
         mlp = shape.expert_intermediate_size if shape.n_experts else shape.intermediate_size
         qkv_width = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim // tensor
         widths = {
@@ -148,8 +153,7 @@ class MegatronSizes:
         # Unlike the built-in decoder, Megatron has biases under tensor parallelism too.
         shard.check(replace(shape, out_bias=False, mlp_bias=False))
         if isinstance(shape, MegatronDecoderConfig):
-            width = shape.shared_intermediate_size
-            check_even(self.tensor, {"columns of shared experts": width})
+            self._check_family(shape)
         if self.chunks > 1 and self.pipeline == 1:
             raise ModelError(
                 "learner.pipeline_chunks interleaves the stages of a pipeline: set "
@@ -160,6 +164,19 @@ class MegatronSizes:
             raise ModelError(
                 "experts under tensor parallelism need learner.sequence_parallel=true: without it "
                 "every rank would send all tokens to the experts"
+            )
+
+    def _check_family(self, shape: MegatronDecoderConfig) -> None:
+        """Raise ModelError if ranks can't divide what only some families have."""
+        totals = {"columns of shared experts": shape.shared_intermediate_size}
+        if shape.latent is not None:
+            totals["rows of latent queries"] = shape.latent.q_rank
+            totals["rows of latent keys"] = shape.latent.kv_rank + shape.rotary_dim
+        check_even(self.tensor, totals)
+        if shape.sinks is not None and self.context > 1:
+            raise ModelError(
+                f"learner.context_parallel={self.context} can't divide the tokens of a "
+                f"{shape.family} model, whose attention has sinks. Set learner.context_parallel=1."
             )
 
     def _check_stage_layers(self, layers: int) -> None:

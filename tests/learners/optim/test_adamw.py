@@ -14,7 +14,7 @@ CONFIG = OptimizerConfig(lr=1.0, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
 
 def parameters():
     generator = torch.Generator().manual_seed(0)
-    shapes = {"matrix": (3, 4), "vector": (4,), "late": (2, 2)}
+    shapes = {"matrix": (3, 4), "vector": (4,), "down_proj_bias": (2, 3), "late": (2, 2)}
     return [
         (name, nn.Parameter(torch.randn(shape, generator=generator)))
         for name, shape in shapes.items()
@@ -30,8 +30,8 @@ def give_gradients(named, step):
 def test_it_takes_the_steps_of_torchs_own_bit_for_bit():
     ours, theirs = parameters(), parameters()
     groups = [
-        {"params": [p for _, p in theirs if p.dim() >= 2], "weight_decay": CONFIG.weight_decay},
-        {"params": [p for _, p in theirs if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [theirs[i][1] for i in (0, 3)], "weight_decay": CONFIG.weight_decay},
+        {"params": [theirs[i][1] for i in (1, 2)], "weight_decay": 0.0},
     ]
     expected = torch.optim.AdamW(groups, betas=CONFIG.betas, eps=CONFIG.eps, fused=True)
     made = AdamW(CONFIG, ours)
@@ -77,7 +77,7 @@ def test_a_parameter_without_a_gradient_has_no_state():
     made = AdamW(CONFIG, named)
     give_gradients(named, 0)
     made.step(0.01)
-    assert set(made.state) == {"matrix", "vector"}
+    assert set(made.state) == {"matrix", "vector", "down_proj_bias"}
 
 
 AVERAGING = CONFIG.model_copy(update={"ema_decay": 0.75})

@@ -1,7 +1,7 @@
 """Models of families that no decoder of ours is, by the layers that Megatron-core has itself.
 
 Without Transformer Engine these lack an attention over keys and values of two sizes, so it is
-brought along; and ask whether a layer is of a class that is then none."""
+brought along."""
 
 from __future__ import annotations
 
@@ -13,15 +13,10 @@ from ratchet.models import megatron as megatron  # makes Megatron ready to be im
 from megatron.core.fusions.fused_bias_geglu import quick_gelu  # isort: skip
 from megatron.core.models.gpt import GPTModel  # isort: skip
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # isort: skip
-from megatron.core.transformer import multi_latent_attention  # isort: skip
 from megatron.core.transformer.transformer_config import (  # isort: skip
     MLATransformerConfig,
     TransformerConfig,
 )
-
-for name in ("TELinear", "TEColumnParallelLinear", "Linear"):
-    if not isinstance(getattr(multi_latent_attention, name), type):
-        setattr(multi_latent_attention, name, type(name, (), {}))
 
 
 class CoreAttention(torch.nn.Module):
