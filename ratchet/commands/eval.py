@@ -3,7 +3,6 @@ model on request."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import os
@@ -40,6 +39,7 @@ from ratchet.evals.paired_test import compare
 from ratchet.evals.report import REPORT, format_comparison, format_report, save_report
 from ratchet.evals.results import RESULTS, EvalResults
 from ratchet.evals.stage_evaluator import StageEvaluator, list_parts
+from ratchet.executors.event_loop import run_event_loop
 from ratchet.executors.freeze import limit_garbage_collection, prepare_process
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.learners.compute.token_outputs import SCALAR_COLUMNS
@@ -247,7 +247,7 @@ def _evaluate_model(path: Path, name: str, evaluation: EvaluationSettings) -> _R
     if evaluator is None:  # no task fits into the model
         raise ConfigError(NO_TASKS)
     with _show_attempts(evaluator, len(tasks), spec):
-        result = asyncio.run(_run_and_close(target.policy, setup, evaluator.run()))
+        result = run_event_loop(_run_and_close(target.policy, setup, evaluator.run()))
     sampling = make_eval_sampling(spec)
     generator = type(target.policy.generator).__name__
     if evaluation.step is not None:
@@ -340,7 +340,7 @@ def _play_messages(
         pass_threshold=spec.evaluation.pass_threshold,
     )
     with _show_attempts(evaluator, len(tasks), spec):
-        results = asyncio.run(_run_evaluator(evaluator, setup))
+        results = run_event_loop(_run_evaluator(evaluator, setup))
     report_failures(results)
     return add_metadata(results, target, model, evaluation, tasks, evaluator.sampling)
 
