@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
@@ -548,10 +549,8 @@ class Stubborn(FakeEnvironment):
 
 async def wait_stubbornly(event):
     while not event.is_set():
-        try:
+        with contextlib.suppress(asyncio.CancelledError):
             await event.wait()
-        except asyncio.CancelledError:
-            pass
 
 
 def play_stubbornly(monkeypatch, make_manager):
