@@ -87,7 +87,7 @@ def explain_error(error: BaseException) -> tuple[str, int] | None:
         message = f"{type(error).__name__}: {shorten_text(str(error), MAX_CHARS)}"
         # The error says what could not be written; the way out is the same for all of them.
         if any(text in message for text in DISK_FULL_TEXTS) and MAKE_ROOM not in message:
-            message += f". {MAKE_ROOM}. {link_symptom('the-disk-is-full')}"
+            message = f"{message.rstrip('.')}. {MAKE_ROOM}. {link_symptom('the-disk-is-full')}"
         return message, status
     if isinstance(error, RecursionError):
         return (

@@ -3,7 +3,6 @@ model on request."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import shutil

@@ -18,6 +18,7 @@ from ratchet.commands.serve import ServedModel
 from ratchet.errors import ConfigError, RatchetError
 from ratchet.evals.openai_client import is_endpoint
 from ratchet.evals.results import EvalResults
+from ratchet.executors.event_loop import run_event_loop
 from ratchet.experience.openai_proxy.server import make_chat_app
 from ratchet.observe.summary import get_installed_versions
 from ratchet.processes.process_group import kill_group
@@ -103,7 +104,7 @@ def serve_to_program(
     Raises:
         RatchetError: The program failed.
     """
-    status = asyncio.run(_serve_to_program(path, make_call, sampling, generator, step))
+    status = run_event_loop(_serve_to_program(path, make_call, sampling, generator, step))
     if status:
         raise RatchetError(f"`{name}` ended with status {status}: its output is above")
 

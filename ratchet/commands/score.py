@@ -23,6 +23,7 @@ from ratchet.config.from_words import section_from_words
 from ratchet.config.sections import list_judged
 from ratchet.data.jsonl import TYPE_NAMES, read_lines
 from ratchet.errors import ConfigError, DataError
+from ratchet.executors.event_loop import run_event_loop
 from ratchet.observe.progress_bar import show_bar
 from ratchet.protocols import Reward
 from ratchet.rewards.weighted_sum import compose_rewards
@@ -100,7 +101,7 @@ def score_file(
             "directory of a run"
         )
     reward = compose_rewards([make_reward_section(kind, overrides, workers)])
-    asyncio.run(_score_file(path, reward, as_json=as_json, workers=workers))
+    run_event_loop(_score_file(path, reward, as_json=as_json, workers=workers))
 
 
 def make_reward_section(kind: str, overrides: Sequence[str], workers: int) -> Section:

@@ -17,6 +17,7 @@ from ratchet.commands.score import ROWS_PER_WORKER, Score, Summary, make_reward_
 from ratchet.config.loader import load_config
 from ratchet.config.schema import RunConfig
 from ratchet.errors import ConfigError, DataError
+from ratchet.executors.event_loop import run_event_loop
 from ratchet.experience.rollout.manager import add_turn_rewards, judge_attempts
 from ratchet.observe.progress_bar import show_bar
 from ratchet.observe.records.groups import read_groups
@@ -83,7 +84,7 @@ def score_run(
     scores = _score_record(record, rewards, steps or sorted(record.steps), workers)
     total = sum(record.steps[step].rows for step in steps or record.steps)
     with show_bar("attempts", total) as advance:
-        asyncio.run(_write_and_close(scores, judges, str(run), as_json=as_json, advance=advance))
+        run_event_loop(_write_and_close(scores, judges, str(run), as_json=as_json, advance=advance))
 
 
 def _build_rewards(

@@ -23,6 +23,7 @@ from ratchet.commands.eval_setup import make_env_section
 from ratchet.config.loader import load_config
 from ratchet.errors import ConfigError, RatchetError
 from ratchet.evals.message_player import AttemptState
+from ratchet.executors.event_loop import run_event_loop
 from ratchet.executors.signals import STOP_SIGNALS
 from ratchet.experience.rollout.environment_answers import reset_environment, step_environment
 from ratchet.protocols import Environment, Step
@@ -292,7 +293,7 @@ def serve_environment(
     """
     setup = build_served_setup(target, overrides)
     next(setup.environment.tasks("train", seed=0))  # raises now, not later, if there are no tasks
-    asyncio.run(_serve(EnvironmentServer(setup, target, sessions), host, port, say))
+    run_event_loop(_serve(EnvironmentServer(setup, target, sessions), host, port, say))
 
 
 async def _serve(

@@ -18,6 +18,7 @@ from typing import Any
 
 from ratchet.config.resolve import import_object
 from ratchet.errors import PortBusy
+from ratchet.executors.event_loop import AbandonableThreads
 from ratchet.executors.protocol import get_versions, pack, unpack
 from ratchet.processes.frames import FrameKind, Parcel
 from ratchet.utils.object_store import configure_cache
@@ -46,6 +47,7 @@ class ComponentHost:
         configure_cache(os.environ)
         self._component: Any = None
         self._runner = asyncio.Runner()
+        self._runner.get_loop().set_default_executor(AbandonableThreads())
         self._reserved_socket: socket.socket | None = None
 
     def answer(self, request: Parcel) -> tuple[FrameKind, Parcel]:

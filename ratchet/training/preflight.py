@@ -31,6 +31,7 @@ from ratchet.environments.build import build_environment
 from ratchet.environments.mixture import MixtureConfig, get_part_tag
 from ratchet.errors import ConfigError, DataError, ModelError, RatchetError
 from ratchet.executors import env_vars
+from ratchet.executors.event_loop import run_event_loop
 from ratchet.experience.async_rollouts.group_filter import build_group_filter
 from ratchet.experience.rollout.environment_answers import reset_environment
 from ratchet.experience.sources.offline import TextRenderer
@@ -230,7 +231,7 @@ class _StageCheck:
             else:
                 self._reset_and_judge(environment, task, stage.rewards)
         finally:
-            asyncio.run(environment.close())
+            run_event_loop(environment.close())
 
     def open_roles(self) -> None:
         """Open the tokenizers of teachers and references, and compare them with the policy's."""
@@ -300,7 +301,7 @@ class _StageCheck:
             if rewards != self.stage.rewards:
                 self._judge(environment, task, rewards, "eval_rewards")
         finally:
-            asyncio.run(environment.close())
+            run_event_loop(environment.close())
 
     def _open_split(self, environment: Environment, split: Split, n_tasks: int = 1) -> Task | None:
         """Read `n_tasks` tasks of a split, and return the first; None if the split is empty."""
@@ -341,7 +342,7 @@ class _StageCheck:
     ) -> None:
         """Reset a copy of the environment to the task, and judge the task's demonstration."""
         player_environment = copy.copy(environment)
-        messages = asyncio.run(_reset(player_environment, task))
+        messages = run_event_loop(_reset(player_environment, task))
         if self.stage.rollouts.history_window is not None and player_environment.raw_observations:
             raise ConfigError(
                 "raw observations extend the tokens of the turns before them, and "
@@ -373,7 +374,7 @@ class _StageCheck:
         except (DataError, NotImplementedError, AttributeError):
             answer, is_made_up = (Message("assistant", MADE_UP_ANSWER),), True
         trajectory = self._make_trajectory(task, answer)
-        outcome = asyncio.run(_score(reward, trajectory, task))
+        outcome = run_event_loop(_score(reward, trajectory, task))
         names = ", ".join(section.kind_name for section in local_sections)
         if isinstance(outcome, Failed):
             message = describe_user_error(outcome.detail)

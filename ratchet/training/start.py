@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from ratchet.config.length import shorten
 from ratchet.config.loader import dump_plain, load_config
 from ratchet.config.schema import RunConfig
 from ratchet.errors import RunDirectoryError, RunDirectoryOccupied, RunNotFound
+from ratchet.executors.event_loop import run_event_loop
 from ratchet.executors.freeze import find_unfrozen_key, freeze
 from ratchet.executors.signals import SecondSignal
 from ratchet.executors.torchrun import TorchrunRank, serve_rank
@@ -259,7 +259,7 @@ def _change_recipe(
 def _run(directory: RunDirectory, make_session: Callable[[], TrainingSession]) -> int:
     """Run a session, and return its exit status. Errors of the disk name the run directory."""
     try:
-        return asyncio.run(make_session().run())
+        return run_event_loop(make_session().run())
     except SecondSignal as second:  # the run stops at once, without saving
         return 128 + second.number
     except OSError as error:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 import os
 import traceback
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import ContextVar
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -16,6 +18,9 @@ from ratchet.utils.process_settings import restore_settings
 T = TypeVar("T")
 Parameters = ParamSpec("Parameters")
 
+log = logging.getLogger(__name__)
+
+STOP_S = 5.0  # longest wait for the end of user code that is cancelled
 KEPT_CHARS = 50_000  # of the beginning and of the end of a traceback
 
 
@@ -244,3 +249,32 @@ async def run_guarded(call: Callable[[], Awaitable[T]]) -> T:
     finally:
         with contextlib.suppress(ValueError):  # it is closed from outside, in another context
             _RUNS_USER_CODE.reset(before)
+
+
+_LEFT_BEHIND = weakref.WeakSet[asyncio.Task[Any]]()  # tasks that `leave_when_cancelled` gave up
+
+
+async def leave_when_cancelled(work: Coroutine[Any, Any, T]) -> T:
+    """Await user code in a task of its own, which is left behind if it can't be cancelled.
+
+    Code that retries may catch its cancellation and go on. If the caller is cancelled, as by a
+    time limit, it waits at most STOP_S for the end of the work. Work that is left behind ends when
+    its call of `run_guarded` returns.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait({task}, timeout=STOP_S)
+        if not task.done():
+            _LEFT_BEHIND.add(task)
+            log.warning(
+                "code that catches its cancellation is left behind: %r. Let it raise "
+                "asyncio.CancelledError",
+                task.get_coro(),
+            )
+        elif not task.cancelled():
+            task.exception()  # read, so that asyncio does not log it
+        raise
+    return task.result()

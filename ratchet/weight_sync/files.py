@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ratchet.errors import WeightSyncError
 from ratchet.models.weights.checksums import as_bytes, copy_with_checksum
+from ratchet.utils.safe_read import require_file
 from ratchet.utils.temp_dirs import TemporaryFolder
 from ratchet.weight_sync.transaction import PushWeightSync
 from ratchet.weight_sync.transport import WeightTransport
@@ -80,6 +81,7 @@ class FilesTransport(WeightTransport):
             path = self._get_path(rank)
             try:
                 if rank not in files:
+                    require_file(path)  # its errors are exact; safetensors' say that it is absent
                     files[rank] = safe_open(path, framework="pt", device="cpu")
                 return files[rank].get_tensor(_make_key(part))
             except (OSError, SafetensorError) as error:

@@ -3,16 +3,23 @@
 Like a hung server, it stays when its input ends, and ignores SIGTERM.
 """
 
+import atexit
 import json
 import signal
 import sys
 import time
+from pathlib import Path
 
 ERROR = {"code": -32603, "message": "the file is closed"}
 
 
 def describe(name):
     return {"name": name, "inputSchema": {"type": "object", "properties": {}}}
+
+
+def leave_mark(fault):
+    if Path(fault).is_absolute():
+        Path(fault).touch()
 
 
 def answer(request, fault):
@@ -23,6 +30,13 @@ def answer(request, fault):
             "capabilities": {"tools": {}},
             "serverInfo": {"name": "odd", "version": "1"},
         }
+    if method == "tools/call" and fault == "shapes":
+        name = parameters["name"]
+        return {"content": [], "structuredContent": {"sum": 3}} if name == "a" else {"sum": 3}
+    if method == "tools/call" and fault != "pages":
+        sys.exit(1)
+    if method == "tools/list" and Path(fault).is_file():  # the second start
+        return {"tools": [describe("c")]}
     if method == "tools/list" and fault == "twins":
         return {"tools": [describe("a"), describe("a")]}
     if method == "tools/list":
@@ -33,6 +47,7 @@ def answer(request, fault):
 
 
 def main(fault):
+    atexit.register(leave_mark, fault)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for line in sys.stdin if fault != "silence" else ():
         request = json.loads(line)

@@ -364,6 +364,20 @@ def test_an_mcp_servers_tools_are_listed_to_the_last_page_and_its_errors_are_ans
 
 
 @pytest.mark.slow
+def test_what_breaks_mcps_protocol_is_no_answer(tmp_path):
+    toolbox = Toolbox(odd_mcp("shapes"))
+    assert answered(toolbox, "a").content == '{"sum": 3}'
+    with pytest.raises(ToolUnavailable, match="answered with no result of a tool"):
+        answered(toolbox, "b")
+    toolbox = Toolbox(odd_mcp(str(tmp_path / "started")))
+    with pytest.raises(ToolUnavailable, match="has ended"):
+        answered(toolbox, "a")
+    for _ in range(2):
+        with pytest.raises(ToolUnavailable, match="has other tools since its restart"):
+            answered(toolbox, "a")
+
+
+@pytest.mark.slow
 def test_an_mcp_server_that_never_answers_is_killed():
     before = set(psutil.Process().children())
     with pytest.raises(ToolUnavailable, match=r"did not list its tools within 0\.2 s"):

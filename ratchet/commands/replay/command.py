@@ -3,7 +3,6 @@ the recorded one bit for bit."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from ratchet.commands.replay.engine import Replay, ReplayedStep, load_changed_config
+from ratchet.executors.event_loop import run_event_loop
 from ratchet.observe.metrics import MACHINE_PREFIXES
 from ratchet.observe.records.schema import LEARNED
 from ratchet.observe.sinks import read_jsonl
@@ -79,7 +79,7 @@ def replay_steps(
             else:
                 print_verdict(verdict, changes, console)
 
-    asyncio.run(run())
+    run_event_loop(run())
     return 0 if all_equal else NOT_EQUAL
 
 

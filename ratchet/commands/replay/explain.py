@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from ratchet.commands.replay.gradient_attribution import (
 )
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import ConfigError
+from ratchet.executors.event_loop import run_event_loop
 from ratchet.learners.local import LocalLearner
 from ratchet.observe.sinks import read_jsonl
 from ratchet.types import Group, Trajectory
@@ -63,7 +63,7 @@ def explain_step(
     did not train.
     """
     replay = Replay(path)
-    replayed, influence = asyncio.run(measure_influence(replay, step, role=role, max_tokens=top))
+    replayed, influence = run_event_loop(measure_influence(replay, step, role=role, max_tokens=top))
     assert replay.policy is not None, "the step was replayed"
     row = next((row for row in read_jsonl(replay.directory.metrics) if row["step"] == step), {})
     verdict = compare_with_record(replay, replayed, row)

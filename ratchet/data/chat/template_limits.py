@@ -309,6 +309,8 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         self.filters = {
             name: _count_filter_steps(name, function) for name, function in DEFAULT_FILTERS.items()
         }
+        # The prompt of a task must be the same in all attempts, and in a resumed run.
+        self.filters.pop("random", None)
         self.filters |= {SPEND_STEPS: _spend_steps, SPEND_READING: _spend_reading}
         self.tests = {
             name: _count_test_steps(name, function) for name, function in DEFAULT_TESTS.items()

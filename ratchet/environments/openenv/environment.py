@@ -191,8 +191,9 @@ class OpenEnv(SeededTasks):
             step = await self._call_tools(message)
         else:
             step = await self._send_text(message)
-        if step.done or is_last:
-            await self.close()
+        if (step.done or is_last) and (session := self._session) is not None:
+            self._session = None
+            await session.finish()
         return Step((), step.reward, True, step.state_key, step.metrics) if is_last else step
 
     async def _send_text(self, message: Message) -> Step:
@@ -201,7 +202,13 @@ class OpenEnv(SeededTasks):
             answer = await self._ask({self._server.action_field: message.text})
             text = format_observation(self.config.reply, answer.observation)
             self._state = text
-        except InvalidAction as error:  # the policy's fault, which it can mend
+        except InvalidAction as error:
+            if error.lacks_fields:
+                raise OpenEnvError(
+                    f"{error}: {error.detail}. The server's action no longer has the field "
+                    f"'{self._server.action_field}' alone. Start the run again"
+                ) from error
+            # Otherwise it is the policy's fault, which it can mend.
             answer = Answer({}, 0.0, False)
             text = f"invalid action: {error.detail}"
             invalid = 1.0

@@ -20,6 +20,7 @@ from ratchet.utils.websockets import import_websockets
 
 MAX_ANSWER_BYTES = 64 << 20
 NEEDED_FOR = "environment.kind openenv"
+FIELD_ERRORS = ("missing", "extra_forbidden")  # pydantic's types of errors
 RETRY_S = 0.05  # pause between two attempts to get a session, while the server has none free
 
 
@@ -32,11 +33,13 @@ class InvalidAction(OpenEnvError):
 
     Attributes:
         detail: The reason, for the policy.
+        lacks_fields: True if the action has other fields than the schema. The policy chooses them
+            only for tools.
     """
 
-    def __init__(self, message: str, detail: str) -> None:
+    def __init__(self, message: str, detail: str, lacks_fields: bool) -> None:
         super().__init__(message)
-        self.detail = detail
+        self.detail, self.lacks_fields = detail, lacks_fields
 
 
 class NoSessionFree(OpenEnvError):
@@ -98,6 +101,15 @@ class OpenEnvSession:
                 await self._socket.send(json.dumps({"type": "close"}))
                 await self._socket.close()
 
+    async def finish(self) -> None:
+        """End the session after an episode, and check that each answer was that of its request.
+
+        Raises OpenEnvError if the server has sent a further answer: the last one may be an answer
+        to an earlier request, which came late.
+        """
+        await self.close()
+        await self._refuse_surplus()
+
     async def _refuse_surplus(self) -> None:
         """Raise OpenEnvError if the server has sent a message that answers no request.
 
@@ -146,13 +158,11 @@ def _make_error(url: str, kind: str, content: Mapping[str, Any]) -> OpenEnvError
     if code == "CAPACITY_REACHED":
         return NoSessionFree(text)
     if code == "VALIDATION_ERROR" and kind == "step":
-        errors = content.get("errors")
-        reasons = [
-            str(error.get("msg"))
-            for error in (errors if isinstance(errors, list) else ())
-            if isinstance(error, dict)
-        ]
-        return InvalidAction(text, "; ".join(reasons)[:500] or "it does not fit the schema")
+        listed = content.get("errors")
+        errors = [e for e in (listed if isinstance(listed, list) else ()) if isinstance(e, dict)]
+        reasons = "; ".join(str(error.get("msg")) for error in errors)[:500]
+        lacks_fields = any(error.get("type") in FIELD_ERRORS for error in errors)
+        return InvalidAction(text, reasons or "it does not fit the schema", lacks_fields)
     return OpenEnvError(text)
 
 

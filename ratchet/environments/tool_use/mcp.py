@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import json
 import os
 import threading
 import time
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from ratchet.environments.tool_use.base import ToolConfig, ToolError, ToolUnavailable
 from ratchet.errors import ConfigError, MissingDependency
@@ -67,7 +68,8 @@ class MCPServer:
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Return the result of a tool call, after restarting the server if it has ended.
 
-        Raises ToolUnavailable if it ends during the call, and ToolError for other MCP errors.
+        Raises ToolUnavailable if it ends during the call, breaks the protocol or has other tools
+        since its restart, and ToolError for other MCP errors.
         """
         connection = await asyncio.to_thread(self._get_live_connection)
         return await asyncio.wrap_future(connection.call(name, arguments))
@@ -76,8 +78,23 @@ class MCPServer:
         """Return the connection, or a new one if the server has ended."""
         with self._lock:
             if self._connection.has_ended:
-                self._connection = _Connection(self.config)
+                connection = _Connection(self.config)
+                if _list_interfaces(connection) != _list_interfaces(self._connection):
+                    connection.end()
+                    raise ToolUnavailable(
+                        f"the MCP server '{' '.join(self.config.command)}' has other tools since "
+                        "its restart, and the policy knows the earlier ones. Start the run again"
+                    )
+                self._connection = connection
             return self._connection
+
+
+def _list_interfaces(connection: _Connection) -> list[tuple[str, Any]]:
+    """Return the names and parameters of a server's tools."""
+    return sorted(
+        ((tool.name, tool.input_schema) for tool in connection.tool_descriptions),
+        key=lambda interface: interface[0],
+    )
 
 
 class _Connection:
@@ -107,6 +124,9 @@ class _Connection:
     def has_ended(self) -> bool:
         # The thread may outlive its server.
         return self._state.has_ended or not self._thread.is_alive()
+
+    def end(self) -> None:
+        self._state.end()
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Call a tool. Return a future of the result."""
@@ -144,6 +164,10 @@ class _State:
                     f"the MCP server of tool '{name}' has ended: {error}"
                 ) from error
             raise ToolError(str(error)) from error
+        except ValidationError as error:
+            raise ToolUnavailable(
+                f"the MCP server of tool '{name}' answered with no result of a tool: {error}"
+            ) from error
         except (OSError, EOFError) as error:
             self._mark_ended()
             raise ToolUnavailable(f"the MCP server of tool '{name}' is gone: {error}") from error
@@ -241,12 +265,15 @@ class MCPTool:
     async def call(self, **arguments: Any) -> str | list[Part]:
         """Return the result as text, or as parts if it has images that the policy may see.
 
-        Other content is replaced by its type, such as "(audio)". Raises ToolError if the server
+        Other content is replaced by its type, such as "(audio)". Structured content is read, as
+        JSON, if there is no other. Raises ToolError if the server
         reports a failed call, ToolUnavailable if the server is gone.
         """
         result = await self.server.call(self.name, arguments)
         parts = [part.text if part.type == "text" else f"({part.type})" for part in result.content]
         text = "\n".join(parts)
+        if not parts and result.structured_content is not None:
+            text = json.dumps(result.structured_content, ensure_ascii=False)
         if result.is_error:
             raise ToolError(text)
         if not self.server.config.images or "image" not in {part.type for part in result.content}:

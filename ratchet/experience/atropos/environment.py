@@ -87,16 +87,18 @@ class _Items:
     """The items of an environment, drawn in its order and kept, so that a task can be played again.
 
     The first `n_test` are held out. The training split leaves out items that are equal to them.
+    Environments get copies, because they may change an item while they play it.
     """
 
     def __init__(self, inner: Any, n_test: int) -> None:
         self.inner, self._n_test = inner, n_test
         self._items: dict[Split, list[Any]] = {"train": [], "test": []}
+        self._held_out = set[str]()
         self._is_set_up = False
         self._lock = asyncio.Lock()
 
     async def find(self, split: Split, index: int) -> Any:
-        """Return an item. Raises DataError if the environment has no further items."""
+        """Return a copy of an item. Raises DataError if the environment has no further items."""
         async with self._lock:
             if not self._is_set_up:
                 await self.inner.setup()
@@ -104,10 +106,11 @@ class _Items:
             test, train = self._items["test"], self._items["train"]
             while len(test) < self._n_test:
                 test.append(await self._draw())
-            held_out, n_repeated = set(map(repr, test)), 0
+                self._held_out.add(repr(test[-1]))
+            n_repeated = 0
             while split == "train" and len(train) <= index:
                 item = await self._draw()
-                n_repeated = n_repeated + 1 if repr(item) in held_out else 0
+                n_repeated = n_repeated + 1 if repr(item) in self._held_out else 0
                 if n_repeated > 2 * self._n_test:
                     raise DataError(
                         "all items of the environment are held out. Set environment.test_tasks to "
@@ -115,7 +118,11 @@ class _Items:
                     )
                 if not n_repeated:
                     train.append(item)
-            return self._items[split][index]
+            item = self._items[split][index]
+            try:
+                return copy.deepcopy(item)
+            except TypeError:  # it has a part that can't be copied, such as a lock
+                return item
 
     async def _draw(self) -> Any:
         item = await self.inner.get_next_item()

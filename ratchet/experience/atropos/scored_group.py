@@ -6,7 +6,7 @@ masks, which may leave tokens of the policy out. All errors are DataErrors with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,8 @@ def read_group(result: Any, n_sequences: int) -> list[ScoredSequence]:
     if names := {name for values in overrides for name in values or ()} - {"group_size"}:
         raise DataError(f"its group overrides {sorted(names)}, which has no effect. Leave it out")
     columns = [group.get(name, ()) for name in ("tokens", "masks", "scores")]
+    if unordered := [column for column in columns if isinstance(column, Mapping | Set)]:
+        raise DataError(f"its group has {unordered[0]!r:.80}. Return lists in one order")
     counts = [len(column) for column in columns]
     if counts != [n_sequences] * 3:
         raise DataError(

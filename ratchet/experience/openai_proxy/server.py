@@ -29,7 +29,7 @@ from ratchet.experience.openai_proxy.session import AgentSession
 from ratchet.experience.openai_proxy.wire import ApiError, IgnoredFields
 from ratchet.web.connection import ServerLimits
 from ratchet.web.guard import Guard
-from ratchet.web.server import Server
+from ratchet.web.server import OUT_OF_DESCRIPTORS, Server
 
 # grace_s: how long the server waits for responses in flight after the last attempt.
 # bodies_bytes_per_key: maximum bytes of all request bodies that one attempt has in memory.
@@ -68,9 +68,9 @@ class Proxy:
         Afterwards the key is refused, and the session's running requests are aborted.
         """
         key = f"rk-{secrets.token_urlsafe(32)}"
-        self._sessions[key] = session
         if self._running is None:
             self._running = self._start()
+        self._sessions[key] = session
         try:
             host = self._settings.public_host or self._settings.host
             url_host = f"[{host}]" if ":" in host else host
@@ -90,6 +90,8 @@ class Proxy:
         try:
             listener = socket.create_server((host, 0), family=family)
         except OSError as error:
+            if error.errno in OUT_OF_DESCRIPTORS:
+                raise
             raise ConfigError(
                 f"agent.host={host} is not an address of this machine ({error.strerror or error}): "
                 "set it to 127.0.0.1, or to 0.0.0.0 for all of its addresses"

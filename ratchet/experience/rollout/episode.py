@@ -47,7 +47,7 @@ from ratchet.types import (
     Truncated,
     Turn,
 )
-from ratchet.utils.user_code import UserCodeFailed
+from ratchet.utils.user_code import UserCodeFailed, leave_when_cancelled
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ class EpisodePlayer:
         try:
             player = replace(self, renderer=get_task_renderer(self.renderer, task))
             async with limit:
-                outcome = await player._play_turns(state, prompt_cache or PromptCache())
+                turns = player._play_turns(state, prompt_cache or PromptCache())
+                outcome = await (turns if self.timeout_s is None else leave_when_cancelled(turns))
                 if isinstance(outcome, Truncated):
                     await player._reward_cut_attempt(state)
         except TimeoutError:

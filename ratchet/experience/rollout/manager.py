@@ -28,7 +28,7 @@ from ratchet.types import (
     Unjudged,
 )
 from ratchet.utils.tracer import ATTEMPT_TRACK, REWARD_TRACK, span
-from ratchet.utils.user_code import UserCodeFailed, run_guarded
+from ratchet.utils.user_code import UserCodeFailed, leave_when_cancelled, run_guarded
 from ratchet.utils.user_parts import add_missing_members
 
 log = logging.getLogger(__name__)
@@ -303,7 +303,10 @@ class RolloutManager:
                 name = type(reward).__name__
                 waits = waiting("attempts", "score", f"reward {name}", self.judge_timeout_s)
                 with waits, span(REWARD_TRACK, name) as reward_span:
-                    outcomes = await judge_attempts(reward, candidates, task)
+                    judging = judge_attempts(reward, candidates, task)
+                    outcomes = await (
+                        judging if self.judge_timeout_s is None else leave_when_cancelled(judging)
+                    )
                     if reward_span is not None:
                         reward_span.attributes = {"rl.reward.values": _list_rewards(outcomes)}
                     return outcomes

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Sequence
 
 from ratchet.data.chat.renderer import Renderer
+from ratchet.executors.event_loop import run_event_loop
 from ratchet.experience.sources.offline import (
     LabelledSource,
     PairSource,
@@ -46,7 +46,7 @@ def render_task(
         ConfigError: The environment has no such answers.
         DataError: The row has no such answer, or can't be rendered.
     """
-    (group,) = asyncio.run(
+    (group,) = run_event_loop(
         _make_source(environment, renderer, source, turns, history_window).make(
             [(task.id, task)], version=0
         )

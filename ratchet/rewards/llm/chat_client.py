@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import os
 import re
 import tempfile
@@ -25,6 +26,9 @@ from ratchet.errors import ConfigError, DataError
 from ratchet.rewards.base import answer_text
 from ratchet.rewards.llm.http_client import Endpoint, EndpointConfig, Url
 from ratchet.types import Task, Trajectory
+from ratchet.utils.safe_read import read_json
+
+log = logging.getLogger(__name__)
 
 
 class ChatJudgeConfig(JudgedSection, EndpointConfig):
@@ -82,39 +86,71 @@ MAX_CACHED_REPLIES = 100_000  # maximum number of replies kept in memory
 
 
 class ReplyCache:
-    """A cache of replies by the hash of the request, in memory and optionally on disk."""
+    """A cache of replies by the hash of the request, in memory and optionally on disk.
+
+    A file that can't be read counts as absent. If a reply can't be written, it stays in memory,
+    because the verdict is valid without its file. The first such error is logged.
+    """
 
     def __init__(self, directory: Path | None) -> None:
         self.directory = directory
         self._cached: OrderedDict[str, str] = OrderedDict()
+        self._has_warned = False
 
     def get(self, key: str) -> str | None:
         if key in self._cached:
             self._cached.move_to_end(key)
             return self._cached[key]
-        if self.directory is not None:
-            try:
-                return self._path(key).read_text(encoding="utf-8")
-            except (FileNotFoundError, UnicodeDecodeError):
-                return None
-        return None
+        if self.directory is None:
+            return None
+        try:
+            content = read_json(self._path(key))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._warn(error)
+            return None
+        except ValueError:  # a damaged file
+            return None
+        reply = content.get("reply") if isinstance(content, dict) else None
+        return reply if isinstance(reply, str) else None
 
     def put(self, key: str, reply: str) -> None:
         self._cached[key] = reply
         if len(self._cached) > MAX_CACHED_REPLIES:
             self._cached.popitem(last=False)
         if self.directory is not None:
-            path = self._path(key)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=path.parent, encoding="utf-8", newline="", delete=False
-            ) as file:
-                file.write(reply)
-            os.replace(file.name, path)  # atomic: another run may write the same file
+            try:
+                self._write(self._path(key), json.dumps({"reply": reply}))
+            except OSError as error:
+                self._warn(error)
+
+    def _write(self, path: Path, content: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft, draft_path = tempfile.mkstemp(dir=path.parent)
+        try:
+            with open(draft, "w", encoding="utf-8") as file:
+                file.write(content)
+            os.replace(draft_path, path)  # atomic: another run may write the same file
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(draft_path)
+            raise
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "cache=%s can't be used (%s), so its questions are asked again and replies are "
+                "kept in memory only. Repair the directory or make room",
+                self.directory,
+                error,
+            )
 
     def _path(self, key: str) -> Path:
+        # JSON shows where a reply was cut off: "Score: 1" may be a part of "Score: 10".
         assert self.directory is not None
-        return self.directory / key[:2] / f"{key}.txt"
+        return self.directory / key[:2] / f"{key}.json"
 
 
 class Judge(Protocol):
@@ -162,7 +198,7 @@ class ChatJudge:
         key = hashlib.sha256(json.dumps([place, body], sort_keys=True).encode()).hexdigest()
         cached = self._replies.get(key)
         if cached is not None:
-            with suppress(DataError):  # a file of an earlier version may hold no verdict
+            with suppress(DataError):  # an earlier version may have read a verdict there
                 return parse(cached)
         pending = self._pending.get(key)
         if pending is None or pending.get_loop() is not asyncio.get_running_loop():

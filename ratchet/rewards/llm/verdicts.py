@@ -21,10 +21,15 @@ BY_WORD = r"[ \t]+(?:(?:to|and|x|vs\.?|versus|through|until|(?:or[ \t]+)?maybe|o
 FRACTION = r"[ \t]+(?:[\u00bc-\u00be\u2150-\u215e]|%)"
 NO_NUMBER = r"n/a\b|(?:nan|none|null|[-+]?inf(?:inity)?)\b"
 UNDECIDED = r"(?:un(?:known|clear|able|defined|determined|decided)|cannot|tbd)\b"
-# The scale in brackets after the word "score", if it has one, and the value: a number with whatever
-# belongs to it, or a word or question mark for no value.
+# What is written before the word "score", if it is a bound ("maximum score") or a part of the same
+# word ("style_score").
+BOUND = r"(?:max|min|maximum|minimum|highest|lowest|best|worst)(?:[ _]possible)?[ _]?|possible[ _]"
+PREFIX = rf"(?<!\w)(?:({BOUND})|(\w*))"
+# This, then the scale in brackets after the word "score", if it has one, and the value: a number
+# with whatever belongs to it, or a word or question mark for no value.
 SCORE_PATTERN = re.compile(
-    r"score(?:\s?\(([^()\n]{1,40})\)(?=\W{0,3}[:=]))?"
+    rf"{PREFIX}score"
+    r"(?:\s?\(([^()\n]{1,40})\)(?=\W{0,3}[:=]))?"
     rf"(?:\W{{0,8}}?({SIGN}{NUMBERS}"
     rf"(?:{OF_HIGHEST}|{OF_WORD}|{BY_SIGN}|{BY_COMMA}|{BY_WORD}|{FRACTION})?|{NO_NUMBER})"
     rf"|\W{{0,3}}[:=]\W{{0,4}}({UNDECIDED})|[ \t]*[:=][ \t]*(\?))",
@@ -86,10 +91,12 @@ def parse_score(reply: str, low: float, high: float) -> float:
     N may be followed by the highest score, as in "7/10". Raise DataError if there is no score, if
     it isn't one plain number ("7,5", "5 - 10"), or if it is of another scale or outside of it.
     """
-    scores = SCORE_PATTERN.findall(MARKUP.sub("", drop_thinking(reply)))
+    matches = SCORE_PATTERN.findall(MARKUP.sub("", drop_thinking(reply)))
+    scores = [match[1:] for match in matches if not match[0]]  # "maximum score: 10" is none
     if not scores:
         raise DataError(f"the judge's reply holds no score: {reply[-300:]!r}")
-    scale, *values = scores[-1]
+    # "score" counts before "style_score".
+    _, scale, *values = next((s for s in reversed(scores) if not s[0]), scores[-1])
     text = "".join(values).rstrip("._")
     match = PLAIN_SCORE.fullmatch(text)
     scale_end = SCALE_END.search(scale)

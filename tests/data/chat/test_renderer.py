@@ -297,6 +297,8 @@ def test_a_template_that_is_not_there_is_named(choice):
 def test_a_syntax_error_names_its_line():
     with pytest.raises(DataError, match="syntax error in line 2"):
         Renderer(CHARACTERS, "x\n{% for %}")
+    with pytest.raises(DataError, match="No filter named 'random'"):  # the prompt would vary
+        Renderer(CHARACTERS, "{{ messages | random }}\n")
 
 
 def test_no_messages_and_unknown_roles_are_refused():

@@ -1,7 +1,8 @@
 """A server that speaks OpenEnv's protocol and errs as told.
 
 A text "N" adds N to a sum that the seed begins; "7" ends the episode. The texts "error", "die",
-"nan", "silence", "garbage", "nested" and "twice" are faults. Calls of tools do the same by the tool `add`.
+"nan", "silence", "garbage", "nested", "twice", "late" and "fields" are faults. Calls of tools do
+the same by the tool `add`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"
 class StubServer:
     def __init__(self, capacity=4, schema=None):
         self.capacity, self.schema = capacity, schema or SCHEMA
+        self.late = False
         self.n_open, self.n_opened, self.resets, self.tools = 0, 0, [], [TOOL]
         self._loop = asyncio.new_event_loop()
         ready = threading.Event()
@@ -81,6 +83,15 @@ class StubServer:
                 elif word == "twice":
                     await self._observe(connection, total)
                     await self._observe(connection, total, reward=9.0, done=True)
+                elif word == "fields":
+                    await self._send(connection, "error", code="VALIDATION_ERROR", message="no",
+                                     errors=[{"type": "missing", "msg": "Field required"}])  # fmt: skip
+                elif word == "late":  # the second answer comes with that to the next request
+                    await self._observe(connection, total, reward=9.0)
+                    self.late = True
+                elif self.late:
+                    await self._observe(connection, total, reward=9.0, done=True)
+                    await self._observe(connection, total, reward=0.5, done=True)
                 elif word == "error":
                     await self._send(connection, "error", code="EXECUTION_ERROR", message="oops")
                 elif word == "nan":

@@ -86,6 +86,7 @@ def test_an_episode_of_tool_calls(server):
     ("text", "sentence"),
     [
         ("error", "failed at step: oops"),
+        ("fields", "Field required. The server's action no longer has the field 'text' alone"),
         ("die", "broke off during step"),
         ("nan", "must be a finite number"),
         ("silence", "did not answer step within 0.5 s"),
@@ -113,6 +114,11 @@ def test_an_answer_too_many_is_not_taken_for_the_next_one(server):
             await environment.close()
 
     asyncio.run(play_slowly())
+
+
+def test_a_late_second_answer_is_not_the_last_one(server):
+    with pytest.raises(OpenEnvError, match="sent a message that answers no request"):
+        asyncio.run(play(make(server), say("late"), say("1")))
 
 
 def test_odd_reasons_and_tools_of_a_server_are_read_or_refused(server):

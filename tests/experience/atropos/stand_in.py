@@ -91,6 +91,8 @@ class Letters:
             "advantages": [],
         }
         FLAWS.get(flaw, lambda group: None)(group)
+        if flaw == "changes":
+            item["word"] += "!"
         return (None if flaw == "drops" else group), ([item] if flaw == "backlog" else [])
 
     async def postprocess_histories(self, group):
@@ -99,6 +101,7 @@ class Letters:
 
 FLAWS = {
     "short": lambda group: group["scores"].pop(),
+    "named": lambda group: group.update(scores=dict(enumerate(group["scores"]))),
     "nan": lambda group: group["scores"].__setitem__(0, float("nan")),
     "foreign": lambda group: group["tokens"][0].__setitem__(-2, 1),
     "twice": lambda group: [

@@ -100,6 +100,23 @@ def test_held_out_items_are_the_first_and_never_train():
     assert asyncio.run(list_words()) == ["0", "1", "2", "3", "4", "2"]
 
 
+def test_an_item_that_the_environment_changes_is_played_as_it_was_drawn():
+    environment = make(config={"flaw": "changes"})
+    manager = make_manager(environment, Scripted(["a"] * 9))
+    tasks = [*environment.tasks("test", seed=0), *islice(environment.tasks("train", seed=0), 4)]
+
+    async def play_all():
+        texts = []
+        for task in [*tasks, tasks[0]]:
+            group = await manager.group(task, sampling(), group_id="g", attempts=1)
+            tokens = group.trajectories[0].tokens.tolist()
+            texts.append(RENDERER.tokenizer.decode(tokens, skip_special=True))
+        return [re.search("word (.*)<assistant>", text)[1] for text in texts]
+
+    # The fourth training task is not the first held-out item, which was played before.
+    assert asyncio.run(play_all()) == ["0", "1", "2", "3", "4", "2", "0"]
+
+
 def test_a_resumed_run_goes_on_with_the_same_items():
     (first,) = islice(make().tasks("train", seed=0, start=2), 1)
     assert (first.id, first.meta["index"]) == (f"{LETTERS}/train/2", 2)
@@ -126,6 +143,7 @@ def test_a_greedy_baseline_is_a_group_of_its_own():
         ("drops", "dropped the group"),
         ("backlog", "1 items for its backlog"),
         ("short", "3 tokens, 3 masks and 2 scores"),
+        ("named", "Return lists in one order"),
         ("advantages", "advantages, which are not supported"),
         ("overrides", "set_advantage_to_zero"),
         ("cold", r"temperature=0.5, but .* environment.ignore=\[temperature\]"),

@@ -1,6 +1,9 @@
 """Which trajectories requests make: extended, forked, begun anew."""
 
 import asyncio
+import errno
+import os
+import socket
 from contextvars import ContextVar
 
 import numpy as np
@@ -18,6 +21,7 @@ from experience.openai_proxy.talk import (
 
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.data.chat.renderer import Renderer
+from ratchet.errors import ConfigError
 from ratchet.experience.openai_proxy.server import Proxy
 from ratchet.types import Owner
 
@@ -249,3 +253,25 @@ def test_three_turns_in_many_sessions_at_once_stay_apart():
 
     for i, row in enumerate(asyncio.run(run())):
         assert [wrote for _, wrote in shown(row)] == [f"{letter}{i}<eos>" for letter in "stu"]
+
+
+def test_a_server_that_has_no_descriptor_does_not_blame_its_address(monkeypatch):
+    def fail(number):
+        def create_server(*_, **__):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(socket, "create_server", create_server)
+
+    proxy = Proxy()
+
+    async def open_session():
+        async with proxy.open(None):
+            pass
+
+    fail(errno.EMFILE)
+    with pytest.raises(OSError, match="Too many open files"):
+        asyncio.run(open_session())
+    fail(errno.EADDRNOTAVAIL)
+    with pytest.raises(ConfigError, match=r"agent\.host=127\.0\.0\.1 is not an address"):
+        asyncio.run(open_session())
+    assert not proxy._sessions

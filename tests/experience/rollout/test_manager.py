@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from ratchet.testing.fakes import (
     TextOnlyMixin,
 )
 from ratchet.types import Failed, Message, Sampling, Scored, Trajectory, Truncated, Unjudged
+from ratchet.utils import user_code
 from ratchet.utils.user_code import run_guarded
 
 EOS = 99
@@ -531,3 +533,71 @@ def test_an_exception_that_is_raised_again_keeps_its_size():
         shared.group(task, SAMPLING, group_id="g", attempts=20)
     ).trajectories
     assert len(last.outcome.detail) == len(first.outcome.detail)
+
+
+class Stubborn(FakeEnvironment):
+    """Its reset catches each cancellation until the test ends."""
+
+    def __init__(self, release):
+        super().__init__()
+        self.release = release
+
+    async def reset(self, task):
+        await wait_stubbornly(self.release)
+        return await super().reset(task)
+
+
+async def wait_stubbornly(event):
+    while not event.is_set():
+        with contextlib.suppress(asyncio.CancelledError):
+            await event.wait()
+
+
+def play_stubbornly(monkeypatch, make_manager):
+    """Return the group of a manager, and the requests that the code left behind made later."""
+    monkeypatch.setattr(user_code, "STOP_S", 0.01)
+
+    async def play():
+        release = asyncio.Event()
+        played = make_manager(release)
+        group = await played.group(tasks(1)[0], SAMPLING, group_id="g", attempts=2)
+        n_requests = len(played.player.generator.requests)
+        release.set()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert left
+        await asyncio.wait(left)
+        return group, len(played.player.generator.requests) - n_requests
+
+    return asyncio.run(play())
+
+
+def test_an_environment_that_catches_its_cancellation_fails_by_the_time_limit(monkeypatch):
+    def make_manager(release):
+        player = EpisodePlayer(
+            FakeGenerator(lambda tokens, sampling: [1, EOS]),
+            Digits(),
+            max_context=64,
+            timeout_s=0.01,
+        )
+        return RolloutManager(player, lambda: Stubborn(release), None)
+
+    group, n_late_requests = play_stubbornly(monkeypatch, make_manager)
+    assert [row.outcome.kind for row in group.trajectories] == ["timeout", "timeout"]
+    assert n_late_requests == 0
+
+
+def test_a_reward_that_catches_its_cancellation_fails_by_the_time_limit(monkeypatch):
+    class StubbornReward(FakeReward):
+        async def score(self, trajectories, task):
+            await wait_stubbornly(self.release)
+            return await super().score(trajectories, task)
+
+    def make_manager(release):
+        reward = StubbornReward(lambda trajectory, task: 1.0)
+        reward.release = release
+        made = manager(reward=reward)
+        made.judge_timeout_s = 0.01
+        return made
+
+    group, _ = play_stubbornly(monkeypatch, make_manager)
+    assert [row.outcome.kind for row in group.trajectories] == ["timeout", "timeout"]

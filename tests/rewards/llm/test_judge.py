@@ -1,7 +1,9 @@
 """Judges that are asked over HTTP, against a server of our own."""
 
 import asyncio
+import errno
 import gzip
+import os
 import re
 
 import pytest
@@ -103,6 +105,12 @@ def rates(body, number=0):
         ("Score: 3 is low. Score: ?", None),
         ("Score: 3 is low. Score: N/A", None),
         ("Score: 3 is low. Score: NaN", None),
+        # Another score, or a bound, is not the score.
+        ('{"score": 3, "max_score": 10}', 3.0),
+        ('{"score": 3, "style_score": 10}', 3.0),
+        ('{"final_score": 3, "maxScore": 10}', 3.0),
+        ("Score: 3 (maximum possible score: 10)", 3.0),
+        ("The max score is 10.", None),
         ("<think>Score: 9", None),
         ("<think>Score: 9</think>", None),
         ("seven", None),
@@ -254,23 +262,44 @@ def test_equal_answers_are_one_question_while_it_is_under_way_and_a_cache_outliv
         again = made("judge", fake, cache=str(tmp_path))
         assert [o.reward for o in scores(again, "85", "1")] == [1, 3 / 9]
         assert len(fake.seen) == 2
-        assert len(list(tmp_path.rglob("*.txt"))) == 2
+        assert len(list(tmp_path.rglob("*.json"))) == 2
         scores(made("judge", fake, cache=str(tmp_path), temperature=0.5), "85")
         assert len(fake.seen) == 3  # another question
 
 
 def test_a_reply_without_a_verdict_is_not_kept(tmp_path):
-    replies = ["I can't say.", "Score: 4", "Score: 7", "Score: 7", "Score: 7"]
+    replies = ["I can't say.", "Score: 4", *["Score: 10"] * 5]
     with serve(lambda body, number: chat(replies[number])) as fake:
         reward = made("judge", fake, cache=str(tmp_path))
         assert isinstance(scores(reward, "85")[0], Failed)
-        assert list(tmp_path.rglob("*.txt")) == []
+        assert list(tmp_path.rglob("*.json")) == []
         assert scores(reward, "85")[0].reward == 3 / 9
-        (kept,) = tmp_path.rglob("*.txt")
-        for damage in (b"", b"no verdict", b"\xff"):
+        (kept,) = tmp_path.rglob("*.json")
+        whole = b'{"reply": "Score: 10"}'
+        # The fourth is cut off where it would still be a score.
+        for damage in (b"", b'{"reply": "no verdict"}', b"\xff", whole[:-3], b"[]"):
             kept.write_bytes(damage)
-            assert scores(made("judge", fake, cache=str(tmp_path)), "85")[0].reward == 6 / 9
-            assert kept.read_text() == "Score: 7"
+            assert scores(made("judge", fake, cache=str(tmp_path)), "85")[0].reward == 1
+            assert kept.read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_used_costs_no_verdict(tmp_path, monkeypatch, caplog):
+    def fail(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with serve(rates) as fake:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", fail)
+            reward = made("judge", fake, cache=str(tmp_path / "full"))
+            assert [o.reward for o in scores(reward, "85", "1", "85")] == [1, 3 / 9, 1]
+        assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+        (tmp_path / "file").touch()
+        reward = made("judge", fake, cache=str(tmp_path / "file"))
+        assert [o.reward for o in scores(reward, "85", "1")] == [1, 3 / 9]
+        assert len(fake.seen) == 4
+    assert [record.message.split(" can't")[0] for record in caplog.records] == [
+        f"cache={tmp_path / name}" for name in ("full", "file")
+    ]
 
 
 def test_a_key_comes_from_the_named_variable_and_stands_in_no_file():
