@@ -143,9 +143,11 @@ def collect_param_shards(
             param_shards.append(_make_transformers_shard(model_name, parameter, mesh, model))
     for name, parameter in () if head is None else head.named_parameters():
         head_name = f"head.{name}"
-        param_shards.append(
-            _make_shard(head_name, parameter, (make_whole_piece(head_name, parameter),), mesh, ())
-        )
+        pieces = (make_whole_piece(head_name, parameter),)
+        shard = _make_shard(head_name, parameter, pieces, mesh, ())
+        # Every pipeline stage has the scalar head, but only the last one trains it.
+        is_owner = shard.is_owner and mesh.coordinates.pipeline == mesh.topology.pipeline - 1
+        param_shards.append(replace(shard, is_owner=is_owner))
     return param_shards
 
 
