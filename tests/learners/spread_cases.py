@@ -147,32 +147,24 @@ WANTED = ["logprobs", "entropy", "values", "scores", "topk_logprobs", "topk_ids"
 def made(mesh, shape, dtype, config, autocast=False, adapter=None, optimizer=OPTIMIZER):
     whole, head = first(shape, dtype, adapter)
     weights = whole_weights(whole, head)
+    spread = DistributedShard(
+        mesh.model_shard,
+        mesh.tensor,
+        mesh.context,
+        mesh.experts,
+        sequence=config.sequence_parallel,
+    )
+    chunks = config.pipeline_chunks
     if isinstance(shape, Path):
-        from ratchet.models.transformers import division
+        from ratchet.models.transformers.division import divide
 
         # An adapter is attached once the model is divided.
         policy = whole if adapter is None else first(shape, dtype)[0]
-        if mesh.tensor is not None:
-            sequence = config.sequence_parallel
-            division.divide_by_plan(policy, mesh.tensor, "cpu", sequence=sequence)
-        if mesh.context is not None:
-            division.divide_by_tokens(policy, mesh.context)
-        if mesh.experts is not None:
-            division.divide_by_experts(policy, mesh.experts)
-        shard_model(policy, policy.layers(), mesh, autocast=autocast)
+        divide(policy, spread, "cpu", chunks=chunks)
     else:
-        spread = DistributedShard(
-            mesh.model_shard,
-            mesh.tensor,
-            mesh.context,
-            mesh.experts,
-            sequence=config.sequence_parallel,
-        )
-        policy = DistributedPolicy(
-            shape, spread, device="cpu", dtype=dtype, chunks=config.pipeline_chunks
-        )
-        for stage in policy.local_stages:
-            shard_model(stage, list(stage.decoder.layers.values()), mesh, autocast=autocast)
+        policy = DistributedPolicy(shape, spread, device="cpu", dtype=dtype, chunks=chunks)
+    for module in policy.local_stages or [policy]:
+        shard_model(module, module.layers(), mesh, autocast=autocast)
     restrict(policy, adapter)
     shard_model(head, [], mesh)
     learner = DTensorLearner(
