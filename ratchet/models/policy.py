@@ -29,6 +29,7 @@ from ratchet.models.lora.decoder import Adapter, is_adapter_parameter, merge_laz
 from ratchet.models.parallel.collectives import Group
 from ratchet.models.parallel.context_parallel import ContextSplit, split_context
 from ratchet.models.parallel.sharding import ShardIndex
+from ratchet.models.parallel.stages import ModelStage, StageInputs
 from ratchet.models.parallel.tensor_parallel import VocabParallelLogits
 from ratchet.models.transformers.expert_parallel import ExpertDivision
 from ratchet.models.transformers.tensor_parallel import TPDivision
@@ -46,6 +47,9 @@ class PolicyModel(nn.Module, ABC):
     tp_division: TPDivision | None = None
     # The division of a transformers model's experts; None as above.
     expert_division: ExpertDivision | None = None
+    # Canonical names of the weights of a transformers model that the first and the last pipeline
+    # stage both have: a tied embedding.
+    tied_stage_weights: frozenset[str] = frozenset()
     # The ranks that gather a layer's weights at the same time in each forward; None: one rank.
     forward_group: Group | None = None
     # The adapter that is trained instead of the weights; None: the weights are trained.
@@ -135,6 +139,24 @@ class PolicyModel(nn.Module, ABC):
         if group is None:
             return None
         return split_context(tuple(lengths), ShardIndex(group.rank(), group.size()))
+
+    @property
+    def local_stages(self) -> Sequence[ModelStage]:
+        """The pipeline stages on this rank: one, or several if the pipeline is interleaved.
+
+        Empty if the model is not cut into stages.
+        """
+        return ()
+
+    def pack_inputs(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        routing: Routing | None = None,
+    ) -> StageInputs:
+        """Return the inputs of `local_stages` for packed sequences; arguments as in `hidden`."""
+        raise AssertionError("the model has no pipeline stages")
 
     @property
     @abstractmethod

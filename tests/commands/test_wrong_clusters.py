@@ -298,11 +298,31 @@ LAYER = {
             {"tensor_parallel": 2},
             "GptOssForCausalLM has no plan for tensor parallelism: set learner.tensor_parallel to 1",
         ),
+        ("gemma2", {"num_hidden_layers": 4}, {"pipeline_parallel": 2, "pipeline_chunks": 2}, None),
+        ("olmo", {"num_hidden_layers": 2}, {"pipeline_parallel": 2}, None),
         (
             "gemma2",
-            {},
+            {"num_hidden_layers": 3},
+            {"pipeline_parallel": 2, "pipeline_chunks": 2},
+            "4 pipeline stages are more than 3 layers: set learner.pipeline_parallel x .* at most 3",
+        ),
+        (
+            "gpt2",
+            {"n_embd": 16, "n_layer": 2, "n_head": 2},
             {"pipeline_parallel": 2},
-            "learner.pipeline_parallel=2 .* Set learner.pipeline_parallel=1, and learner.dp_shard to the num",
+            "GPT2LMHeadModel computes something else in pipeline stages .hidden states.: set learner.p",
+        ),
+        (
+            "gpt2",
+            {"n_embd": 18, "n_layer": 2, "n_head": 2},
+            {"pipeline_parallel": 2},
+            "GPT2LMHeadModel can't compute in pipeline stages .The size of .*: set learner.pipeline",
+        ),
+        (
+            "bloom",
+            {"num_hidden_layers": 2},
+            {"pipeline_parallel": 2},
+            "can't pack sequences, so its layers can't be divided over ranks: set learner.pipeline",
         ),
         ("mixtral", {"num_local_experts": 6}, {"expert_parallel": 3}, None),
         (

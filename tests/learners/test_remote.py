@@ -279,11 +279,19 @@ def save_of_transformers(directory, kind, **shape):
     AutoModelForCausalLM.from_config(config).double().save_pretrained(directory)
 
 
-@pytest.mark.parametrize("kind", ["ours", "experts", "gpt2", "gemma2"])
-def test_a_model_of_a_directory_is_read_into_its_ranks(ranks, tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("ours", {"dp_shard": 2}),
+        ("experts", {"dp_shard": 2}),
+        ("gpt2", {"dp_shard": 2}),
+        ("gemma2", {"tensor_parallel": 2}),
+        ("gemma2", {"pipeline_parallel": 2}),
+    ],
+)
+def test_a_model_of_a_directory_is_read_into_its_ranks(ranks, tmp_path, kind, options):
     # With PPO the ranks copy the policy, as its reference and its critic.
     spec = PPO if kind == "gemma2" else {"kind": "sft"}
-    options = {"tensor_parallel": 2} if kind == "gemma2" else {"dp_shard": 2}
     if kind == "gpt2":
         save_of_transformers(
             tmp_path / "model", kind, n_embd=16, n_layer=2, n_head=2, n_positions=64
@@ -323,7 +331,8 @@ def test_a_checkpoint_of_a_model_that_transformers_runs_is_read_at_another_divis
     asyncio.run(train(algorithm, before, range(1)))
     before["policy"].save(tmp_path / "saved")
     expected = asyncio.run(train(algorithm, before, range(1, 2)))
-    _, after = roles_of(model, {"kind": "sft"}, ranks(origin, tensor_parallel=2), tensor_parallel=2)
-    after["policy"].load(tmp_path / "saved")
-    numbers_alike(asyncio.run(train(algorithm, after, range(1, 2))), expected)
-    alike(weights_of(after["policy"]), weights_of(before["policy"]), rtol=1e-5)
+    for options in ({"tensor_parallel": 2}, {"pipeline_parallel": 2}):
+        _, after = roles_of(model, {"kind": "sft"}, ranks(origin, **options), **options)
+        after["policy"].load(tmp_path / "saved")
+        numbers_alike(asyncio.run(train(algorithm, after, range(1, 2))), expected)
+        alike(weights_of(after["policy"]), weights_of(before["policy"]), rtol=1e-5)

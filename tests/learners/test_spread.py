@@ -6,7 +6,16 @@ from functools import cache
 import pytest
 import torch
 from learners.ranks import run_ranks
-from learners.spread_cases import MUON, SHAPE, SPARSE, UNTIED, Together, alone, check_alike
+from learners.spread_cases import (
+    MUON,
+    OPTIMIZER,
+    SHAPE,
+    SPARSE,
+    UNTIED,
+    Together,
+    alone,
+    check_alike,
+)
 
 from ratchet.learners.distributed.topology import Topology
 
@@ -69,6 +78,13 @@ PLAIN = Together({case: plain(case)[0] for case in ALL}, plain)
 def test_ranks_compute_what_one_process_does(kind, name):
     results = PLAIN.results((kind, name))
     check_alike(results, plain((kind, name))[0], expected(kind))
+
+
+def test_a_pipeline_saves_the_scalar_head_that_its_last_stage_trained(tmp_path):
+    topology = {"pipeline": 2}
+    arguments = (topology, SHAPE, 2, {}, torch.float64, tmp_path, False, None, OPTIMIZER, topology)
+    results = run_ranks(2, "learners.spread_cases:spread", *arguments)
+    check_alike(results, topology, alone(SHAPE, 2))
 
 
 @pytest.mark.parametrize("kind", ["tied", "sparse"])

@@ -100,11 +100,12 @@ def _check_transformers(section: DTensorConfig, model: PolicyModel) -> None:
     """Raise ConfigError for keys that a transformers model does not support.
 
     Ranks can divide the rows of a batch (data parallel), the model's weights (FSDP), by the model's
-    own plan its matrices (tensor parallel), the tokens of each sequence (context parallel), and the
-    experts of each layer (expert parallel).
+    own plan its matrices (tensor parallel), the tokens of each sequence (context parallel), the
+    experts of each layer (expert parallel), and the layers (pipeline parallel).
     """
     # These imports take seconds unless such a model is loaded already.
     from ratchet.models.transformers.division import (
+        check_layer_division,
         check_sequence_division,
         check_token_division,
         make_plan,
@@ -112,18 +113,12 @@ def _check_transformers(section: DTensorConfig, model: PolicyModel) -> None:
     from ratchet.models.transformers.expert_parallel import check_experts
     from ratchet.models.transformers.policy import TransformersPolicy
 
-    unsupported = {
-        "pipeline_parallel": "needs Ratchet's own decoder, but transformers runs this model"
-    }
-    if model.reads_media:
-        # The positions of media are computed from whole sequences.
-        unsupported["context_parallel"] = "does not support multimodal models"
-        unsupported["expert_parallel"] = "does not support multimodal models"
-    for key, reason in unsupported.items():
-        if (value := getattr(section, key)) > 1:
+    # The positions of media are computed from whole sequences.
+    for key in ("context_parallel", "expert_parallel", "pipeline_parallel"):
+        if model.reads_media and (value := getattr(section, key)) > 1:
             raise ConfigError(
-                f"learner.{key}={value} {reason}. Set learner.{key}=1, and learner.dp_shard to the "
-                "number of ranks."
+                f"learner.{key}={value} does not support multimodal models. Set learner.{key}=1, "
+                "and learner.dp_shard to the number of ranks."
             )
     assert isinstance(model, TransformersPolicy), "any other model is a decoder"
     if section.tensor_parallel > 1:
@@ -138,3 +133,6 @@ def _check_transformers(section: DTensorConfig, model: PolicyModel) -> None:
     if section.expert_parallel > 1:
         # Raises ModelError for a model without stacked experts, or with another number of them.
         check_experts(model.model, section.expert_parallel)
+    if section.pipeline_parallel > 1:
+        # Raises ModelError for an architecture that can't be cut between its layers.
+        check_layer_division(model, section.pipeline_parallel * section.pipeline_chunks)

@@ -1,8 +1,8 @@
 """One rank of a learner that FSDP2 shards (DTensor).
 
-The model is this rank's tensor- or pipeline-parallel part of the built-in decoder, or any model of
-transformers. Losses and gradients are sums, as in all learners. FSDP averages gradients over its
-ranks, so losses are multiplied by the number of ranks.
+The model is this rank's part of the built-in decoder, or of a model of transformers. Losses and
+gradients are sums, as in all learners. FSDP averages gradients over its ranks, so losses are
+multiplied by the number of ranks.
 """
 
 from __future__ import annotations
@@ -49,11 +49,10 @@ from ratchet.learners.export import export_blocks
 from ratchet.learners.offload import Offloader
 from ratchet.learners.optim.adamw import AdamW
 from ratchet.learners.optim.step_rules import OptimizerStepRules
-from ratchet.models.layers.moe import Experts
 from ratchet.models.layers.varlen import choose_varlen
 from ratchet.models.lora.files import check_base
 from ratchet.models.lora.layers import seed_dropout
-from ratchet.models.parallel.sharded_policy import DistributedPolicy
+from ratchet.models.parallel.stages import ModelStage
 from ratchet.models.policy import PolicyModel
 from ratchet.models.scalar_head import ScalarHead
 from ratchet.protocols import ExportedPart, LossTerm, Shard
@@ -106,9 +105,10 @@ def shard_model(
 
 def _list_experts(model: nn.Module) -> Sequence[nn.Module]:
     """Return the modules that hold this rank's experts."""
-    if isinstance(model, PolicyModel) and model.expert_division is not None:
-        return model.expert_division.modules
-    return [module for module in model.modules() if isinstance(module, Experts)]
+    if isinstance(model, ModelStage):
+        return model.experts()
+    division = model.expert_division if isinstance(model, PolicyModel) else None
+    return () if division is None else division.modules
 
 
 class DTensorLearner(RankLearner):
@@ -169,14 +169,11 @@ class DTensorLearner(RankLearner):
         ]
         self.trained = [shard for shard in self.param_shards if id(shard.parameter) in trained_ids]
         self.pipeline = None
-        if isinstance(model, DistributedPolicy):
-            for stage in model.local_stages:
-                # A pipeline runs the stages outside of `Forward`, so each enters autocast itself.
-                stage.autocast = autocast
-            if mesh.pipeline is not None:
-                self.pipeline = Pipeline(
-                    mesh, model, device, self.forward.dtype, self.forward.routing
-                )
+        for stage in model.local_stages:
+            # A pipeline runs the stages outside of `Forward`, so each enters autocast itself.
+            stage.autocast = autocast
+        if mesh.pipeline is not None:
+            self.pipeline = Pipeline(mesh, model, device, self.forward.dtype, self.forward.routing)
         self.optimizer: AdamW | None = None
         if optimizer is not None:
             self.optimizer = self._make_optimizer(optimizer)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,8 +19,12 @@ from ratchet.learners.distributed.topology import build_topology
 from ratchet.models.load import load_transformers_policy
 from ratchet.models.model_source import ModelSource
 from ratchet.models.parallel.sharded_policy import DistributedPolicy, DistributedShard
+from ratchet.models.parallel.stages import ModelStage
 from ratchet.models.policy import PolicyModel
 from ratchet.models.scalar_head import ScalarHead
+
+if TYPE_CHECKING:
+    from ratchet.models.transformers.policy import TransformersPolicy
 
 
 class DTensorModels:
@@ -94,23 +99,36 @@ class DTensorModels:
 
     def _allocate(self, shape: Any) -> PolicyModel:
         """Return this rank's shard of a model, with uninitialised weights."""
+        chunks = self.config.pipeline_chunks if self.mesh.topology.pipeline > 1 else 1
+        model = DistributedPolicy(
+            shape, self._shard, device="meta", dtype=self.dtype, chunks=chunks
+        )
+        self._shard_weights(model.local_stages)
+        model.to_empty(device="cpu" if self.config.cpu_offload else self.device)
+        return self._move_unsharded(model)
+
+    @property
+    def _shard(self) -> DistributedShard:
+        """This rank's shard of a model."""
         mesh = self.mesh
-        shard = DistributedShard(
+        return DistributedShard(
             mesh.model_shard,
             mesh.tensor,
             mesh.context,
             mesh.experts,
             sequence=self.config.sequence_parallel,
         )
-        chunks = self.config.pipeline_chunks if mesh.topology.pipeline > 1 else 1
-        model = DistributedPolicy(shape, shard, device="meta", dtype=self.dtype, chunks=chunks)
-        for stage in model.local_stages:
-            layers = list(stage.decoder.layers.values())
+
+    def _shard_weights(self, modules: Sequence[ModelStage | TransformersPolicy]) -> None:
+        """Shard the weights of modules over the FSDP ranks."""
+        for module in modules:
             shard_model(
-                stage, layers, mesh, offload=self.config.cpu_offload, autocast=self.autocast
+                module,
+                module.layers(),
+                self.mesh,
+                offload=self.config.cpu_offload,
+                autocast=self.autocast,
             )
-        model.to_empty(device="cpu" if self.config.cpu_offload else self.device)
-        return self._move_unsharded(model)
 
     def _move_unsharded(self, model: PolicyModel) -> PolicyModel:
         """Move the tensors that FSDP does not shard to the device, and return the model."""
@@ -131,24 +149,8 @@ class DTensorModels:
         )
         model.freeze(origin.freeze)
         # This import takes seconds unless such a model is loaded.
-        from ratchet.models.transformers import division
+        from ratchet.models.transformers.division import divide
 
-        if self.mesh.tensor is not None:
-            division.divide_by_plan(
-                model,
-                self.mesh.tensor,
-                self.device,
-                sequence=self.config.sequence_parallel,
-            )
-        if self.mesh.context is not None:
-            division.divide_by_tokens(model, self.mesh.context)
-        if self.mesh.experts is not None:
-            division.divide_by_experts(model, self.mesh.experts)
-        shard_model(
-            model,
-            model.layers(),
-            self.mesh,
-            offload=self.config.cpu_offload,
-            autocast=self.autocast,
-        )
+        divide(model, self._shard, self.device, chunks=self.config.pipeline_chunks)
+        self._shard_weights(model.local_stages or [model])
         return self._move_unsharded(model)

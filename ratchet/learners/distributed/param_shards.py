@@ -143,9 +143,11 @@ def collect_param_shards(
             param_shards.append(_make_transformers_shard(model_name, parameter, mesh, model))
     for name, parameter in () if head is None else head.named_parameters():
         head_name = f"head.{name}"
-        param_shards.append(
-            _make_shard(head_name, parameter, (make_whole_piece(head_name, parameter),), mesh, ())
-        )
+        pieces = (make_whole_piece(head_name, parameter),)
+        shard = _make_shard(head_name, parameter, pieces, mesh, ())
+        # Every pipeline stage has the scalar head, but only the last one trains it.
+        is_owner = shard.is_owner and mesh.coordinates.pipeline == mesh.topology.pipeline - 1
+        param_shards.append(replace(shard, is_owner=is_owner))
     return param_shards
 
 
@@ -184,12 +186,16 @@ def _make_decoder_shard(
         is_divided=is_tensor_parallel(name),
         is_expert=is_expert,
     )
-    if mesh.end_stages_group is None or not (is_tied and name.startswith("embed_tokens")):
+    return _tie_end_stages(shard, mesh) if is_tied and name.startswith("embed_tokens") else shard
+
+
+def _tie_end_stages(shard: ParamShard, mesh: Mesh) -> ParamShard:
+    """Return the shard of a tied embedding, which the last pipeline stage has too, as its head."""
+    if mesh.end_stages_group is None:
         return shard
-    # The last pipeline stage has the tied embedding too, as its head.
     return replace(
         shard,
-        reduce_groups=(*reduce_groups, mesh.end_stages_group),
+        reduce_groups=(*shard.reduce_groups, mesh.end_stages_group),
         copies=shard.copies * 2,
         is_owner=shard.is_owner and mesh.coordinates.pipeline == 0,
     )
@@ -209,7 +215,7 @@ def _make_transformers_shard(
         pieces = model.expert_division.pieces[name]
         return _make_shard(name, parameter, pieces, mesh, (), is_divided=is_divided, is_expert=True)
     is_partial = division is not None and name in division.partial_gradients
-    return _make_shard(
+    shard = _make_shard(
         name,
         parameter,
         divided_pieces.get(name) or (make_whole_piece(name, parameter),),
@@ -217,6 +223,7 @@ def _make_transformers_shard(
         (mesh.tensor,) if is_partial and mesh.tensor is not None else (),
         is_divided=is_divided,
     )
+    return _tie_end_stages(shard, mesh) if name in model.tied_stage_weights else shard
 
 
 def _make_shard(

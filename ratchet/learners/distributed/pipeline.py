@@ -20,8 +20,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from ratchet.batch import Batch
 from ratchet.learners.distributed.mesh import Mesh
 from ratchet.models.layers.expert_routing import Routing
-from ratchet.models.layers.packed_inputs import PackedInputs
-from ratchet.models.parallel.sharded_policy import DistributedPolicy
+from ratchet.models.parallel.stages import ModelStage, StageInputs
+from ratchet.models.policy import PolicyModel
 
 # micro-batch -> expert routing of its forward pass
 RoutingFunction = Callable[[Batch], Routing | None]
@@ -41,7 +41,7 @@ class Pipeline:
     def __init__(
         self,
         mesh: Mesh,
-        model: DistributedPolicy,
+        model: PolicyModel,
         device: torch.device,
         dtype: torch.dtype,
         routing: RoutingFunction,
@@ -90,7 +90,7 @@ class Pipeline:
             for number, hidden in zip(numbers_M, out.chunk(len(micro_inputs)), strict=True)
         ]
 
-    def _pack_micros(self, micros: Sequence[Batch]) -> list[PackedInputs]:
+    def _pack_micros(self, micros: Sequence[Batch]) -> list[StageInputs]:
         """Return the packed inputs of the micro-batches."""
         return [
             self.model.pack_inputs(
@@ -100,13 +100,13 @@ class Pipeline:
         ]
 
     def _unpad(
-        self, micro_inputs: Sequence[PackedInputs], hidden_Td: Tensor, number: Tensor
+        self, micro_inputs: Sequence[StageInputs], hidden_Td: Tensor, number: Tensor
     ) -> Tensor:
         """Return the hidden states of a micro-batch without the padding, in its token order."""
         packed = micro_inputs[int(number)]
         return packed.unfold(hidden_Td[: len(packed.tokens_U)])
 
-    def _make_stage_input(self, micro_inputs: Sequence[PackedInputs]) -> tuple[Tensor, ...]:
+    def _make_stage_input(self, micro_inputs: Sequence[StageInputs]) -> tuple[Tensor, ...]:
         """Return the input that torch's schedule needs: unused zeros for the first stage, else ().
 
         The first stage embeds the tokens of its packed inputs instead.
@@ -115,18 +115,15 @@ class Pipeline:
         return (torch.zeros(len(micro_inputs), device=self.device),) if is_first else ()
 
     def _make_schedule(
-        self, micro_inputs: Sequence[PackedInputs], loss: Callable[[Tensor, Tensor], Tensor] | None
+        self, micro_inputs: Sequence[StageInputs], loss: Callable[[Tensor, Tensor], Tensor] | None
     ) -> tuple[Schedule1F1B | ScheduleInterleaved1F1B, Tensor]:
         """Return the schedule of a pass and the indices of its micro-batches."""
-        # Under sequence parallelism, states between stages are divided over tensor-parallel ranks.
-        shard = self.model.shard
-        multiple = shard.tensor.size() if shard.tensor is not None and shard.sequence else 1
-        longest = -(-max(len(packed.tokens_U) for packed in micro_inputs) // multiple) * multiple
+        multiple = self.model.local_stages[0].state_parts
+        # A context-parallel rank may have no tokens.
+        longest = max(1, *(len(packed.tokens_U) for packed in micro_inputs))
+        longest = -(-longest // multiple) * multiple
         padded = [packed.pad(longest) for packed in micro_inputs]
-        stages = [
-            self._make_stage(index, padded, longest, longest // multiple)
-            for index in range(len(self.model.local_stages))
-        ]
+        stages = [self._make_stage(stage, padded, longest) for stage in self.model.local_stages]
         numbers_M = torch.arange(len(micro_inputs))
         if len(stages) == 1:
             return Schedule1F1B(
@@ -137,34 +134,24 @@ class Pipeline:
         ), numbers_M
 
     def _make_stage(
-        self, index: int, micro_inputs: Sequence[PackedInputs], tokens: int, local_tokens: int
+        self, stage: ModelStage, micro_inputs: Sequence[StageInputs], tokens: int
     ) -> PipelineStage:
-        """Return torch's stage for one of this rank's decoder stages.
+        """Return torch's stage for one of this rank's stages.
 
-        Args:
-            index: Index of the decoder stage on this rank.
-            tokens: Padded number of tokens; the last stage returns the states of all of them.
-            local_tokens: Number of tokens whose states this rank has between stages.
+        tokens: padded number of tokens; the last stage returns the states of all of them.
         """
-        stage = self.model.local_stages[index]
-        size = self.model.hidden_size
         stage.micro_inputs = micro_inputs
-        stage_index = stage.decoder.shard.pipeline
-        states = torch.empty(
-            local_tokens, size, dtype=self.dtype, device="meta", requires_grad=True
+        index = stage.index
+        states, output_states = (
+            torch.empty(n, self.model.hidden_size, dtype=self.dtype, device="meta").requires_grad_()
+            for n in (tokens // stage.state_parts, tokens)
         )
-        output_states = (
-            torch.empty(tokens, size, dtype=self.dtype, device="meta", requires_grad=True)
-            if stage_index.index == stage_index.count - 1
-            else states
-        )
-        input_states = torch.empty(1, device="meta") if stage_index.index == 0 else states
         return PipelineStage(
             stage,
-            stage_index.index,
-            stage_index.count,
+            index.index,
+            index.count,
             self.device,
-            input_args=input_states,
-            output_args=output_states,
+            input_args=torch.empty(1, device="meta") if index.index == 0 else states,
+            output_args=output_states if index.index == index.count - 1 else states,
             group=self.group,
         )

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.models.layers.expert_routing import Routing
-from ratchet.models.layers.moe import SparseMLP
+from ratchet.models.layers.moe import Experts, SparseMLP
 from ratchet.models.layers.packed_inputs import PackedInputs
 from ratchet.models.parallel.collectives import Group, sum_backward
 from ratchet.models.parallel.context_parallel import ContextAttention
 from ratchet.models.parallel.expert_parallel import ExpertExchange
-from ratchet.models.parallel.sharding import ModelShard, ShardIndex
+from ratchet.models.parallel.sharding import ModelShard, list_stage_indices
+from ratchet.models.parallel.stages import ModelStage
 from ratchet.models.parallel.tensor_parallel import TensorParallelComm, VocabParallelLogits
 from ratchet.models.policy import DecoderPolicy
 from ratchet.models.weights.hf_weights import empty_decoder
@@ -35,8 +36,8 @@ class DistributedShard:
     sequence: bool = False  # sequence parallelism, see `TensorParallelComm`
 
 
-class DecoderStage(nn.Module):
-    """Consecutive layers of a decoder, as a module that a pipeline schedule can run."""
+class DecoderStage(ModelStage):
+    """Consecutive layers of the built-in decoder."""
 
     def __init__(
         self,
@@ -46,11 +47,9 @@ class DecoderStage(nn.Module):
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__()
+        parts = shard.tensor.size() if shard.tensor is not None and shard.sequence else 1
+        super().__init__(shard.model.pipeline, state_parts=parts)
         self.decoder = empty_decoder(config, shard=shard.model, device=device, dtype=dtype)
-        # The inputs of the micro-batches that a pipeline runs.
-        self.micro_inputs: Sequence[PackedInputs] = ()
-        self.autocast = False  # True: compute matrix products in bfloat16
         if shard.tensor is not None:
             rows = shard.model.tensor.range(config.vocab_size)
             self.decoder.set_tp_comm(
@@ -61,25 +60,16 @@ class DecoderStage(nn.Module):
                 if isinstance(module, SparseMLP):
                     module.exchange = ExpertExchange(shard.experts)
 
-    def forward(
-        self, x: Tensor | None, number: Tensor | None = None, *, packed: PackedInputs | None = None
-    ) -> Tensor:
-        """Return the hidden states after these layers.
+    def layers(self) -> Sequence[nn.Module]:
+        return list(self.decoder.layers.values())
 
-        Args:
-            x: Hidden states from the previous stage. The first stage ignores them, because it
-                embeds the tokens of `packed`.
-            number: [1], index of the micro-batch in `micro_inputs`; used if `packed` is None.
-            packed: The inputs of the micro-batch.
-        """
-        if packed is None:
-            assert number is not None, "neither packed inputs nor the number of a micro-batch"
-            packed = self.micro_inputs[int(number)]
-        x = None if self.decoder.shard.is_first else x
-        with torch.autocast(packed.tokens_U.device.type, torch.bfloat16, enabled=self.autocast):
-            return self.decoder(
-                packed.tokens_U, packed.positions_U, packed.attend, x, route=packed.routing
-            )
+    def experts(self) -> Sequence[nn.Module]:
+        return [module for module in self.modules() if isinstance(module, Experts)]
+
+    def run(self, packed: PackedInputs, x: Tensor | None) -> Tensor:
+        return self.decoder(
+            packed.tokens_U, packed.positions_U, packed.attend, x, route=packed.routing
+        )
 
 
 class DistributedPolicy(DecoderPolicy):
@@ -103,14 +93,9 @@ class DistributedPolicy(DecoderPolicy):
             chunks: Number of stages per rank, more than one in an interleaved pipeline.
         """
         nn.Module.__init__(self)
-        pipeline = shard.model.pipeline
-        stage_indices = [
-            ShardIndex(pipeline.index + pipeline.count * chunk, pipeline.count * chunks)
-            for chunk in range(chunks)
-        ]
         stage_shards = [
             replace(shard, model=replace(shard.model, pipeline=stage_index))
-            for stage_index in stage_indices
+            for stage_index in list_stage_indices(shard.model.pipeline, chunks)
         ]
         stage_shards[0].model.check(config)
         self.shard = shard
@@ -132,7 +117,6 @@ class DistributedPolicy(DecoderPolicy):
 
     @property
     def local_stages(self) -> list[DecoderStage]:
-        """The stages on this rank: one, or several if the pipeline is interleaved."""
         return [cast(DecoderStage, stage) for stage in self.stages]
 
     @property

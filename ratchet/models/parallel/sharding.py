@@ -29,6 +29,14 @@ class ShardIndex:
         return range(total * self.index // self.count, total * (self.index + 1) // self.count)
 
 
+def list_stage_indices(rank: ShardIndex, chunks: int) -> list[ShardIndex]:
+    """Return the pipeline stages of a pipeline rank: one, or several if they are interleaved.
+
+    chunks: number of stages of a rank.
+    """
+    return [ShardIndex(rank.index + rank.count * i, rank.count * chunks) for i in range(chunks)]
+
+
 @dataclass(frozen=True)
 class ModelShard:
     """The shard of a decoder that a rank holds."""
@@ -78,11 +86,7 @@ class ModelShard:
                 "or in MLPs: set learner.tensor_parallel=1"
             )
         check_even_experts(self.experts.count, config.n_experts)
-        if self.pipeline.count > config.n_layers:
-            raise ModelError(
-                f"{self.pipeline.count} pipeline stages are more than {config.n_layers} layers: "
-                f"set learner.pipeline_parallel x pipeline_chunks to at most {config.n_layers}"
-            )
+        check_stages(self.pipeline.count, config.n_layers)
 
 
 def check_even(n: int, totals: Mapping[str, int]) -> None:
@@ -107,6 +111,15 @@ def check_even_experts(n: int, total: int) -> None:
         raise ModelError(
             f"learner.expert_parallel={n} doesn't divide the model's {total} experts: set it to "
             f"{fix}"
+        )
+
+
+def check_stages(stages: int, layers: int) -> None:
+    """Raise ModelError if a model has fewer layers than a pipeline has stages."""
+    if stages > layers:
+        raise ModelError(
+            f"{stages} pipeline stages are more than {layers} layers: set "
+            f"learner.pipeline_parallel x pipeline_chunks to at most {layers}"
         )
 
 

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -57,8 +60,7 @@ def check_context(model: PreTrainedModel, config: Any) -> None:
 class DividedAttention:
     """The attention function of a model whose tokens are divided over ranks.
 
-    `split` is that of the current micro-batch. The backward of activation checkpointing uses it
-    too, so it stays until the next forward.
+    `split` is that of the current micro-batch.
     """
 
     def __init__(self, model: PreTrainedModel, config: Any, group: Group) -> None:
@@ -77,6 +79,19 @@ class DividedAttention:
             raise ModelError(
                 f"the attention of {type(model).__name__} can't be divided over ranks: {REMEDY}"
             )
+
+    def keep_split(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return the contexts in which activation checkpointing computes and recomputes a layer."""
+        return nullcontext(), self._use(self.split)
+
+    @contextmanager
+    def _use(self, split: ContextSplit | None) -> Iterator[None]:
+        """Use the split inside the context."""
+        split_before, self.split = self.split, split
+        try:
+            yield
+        finally:
+            self.split = split_before
 
     def attend(
         self,
@@ -120,7 +135,8 @@ class DividedAttention:
             heads = query_1HtD.shape[1], value_1KtE.shape[3]
             zero = (key_1KTD.sum() + value_1KTE.sum() + query_1HtD.sum()) * 0
             return zero.expand(1, query_1HtD.shape[2], *heads), None
-        return torch.cat(outputs, dim=1), None
+        padding = query_1HtD.shape[2] - start
+        return F.pad(torch.cat(outputs, dim=1), (0, 0, 0, 0, 0, padding)), None
 
     def _gather(
         self, key_1KtD: Tensor, value_1KtE: Tensor, split: ContextSplit

@@ -1,10 +1,11 @@
-"""Divide a model that transformers runs over ranks: by its plan, its tokens and its experts.
+"""Divide a model that transformers runs over ranks: by its plan, tokens, experts and layers.
 
 Each division is followed by a probe: the ranks together must compute what the whole model does.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from ratchet.errors import ModelError
 from ratchet.models.parallel.collectives import Group, all_reduce_sum
+from ratchet.models.parallel.sharded_policy import DistributedShard
+from ratchet.models.parallel.sharding import ShardIndex, check_stages, list_stage_indices
 from ratchet.models.transformers.context_parallel import REMEDY as CONTEXT_REMEDY
 from ratchet.models.transformers.context_parallel import DividedAttention, check_context
 from ratchet.models.transformers.expert_parallel import REMEDY as EXPERTS_REMEDY
@@ -22,16 +25,47 @@ from ratchet.models.transformers.expert_parallel import (
     divide_experts,
     find_stacked_experts,
 )
+from ratchet.models.transformers.pipeline_parallel import REMEDY as PIPELINE_REMEDY
+from ratchet.models.transformers.pipeline_parallel import TransformersStage, keep_stages
 from ratchet.models.transformers.policy import PROBE_LENGTHS, TransformersPolicy, is_close
 from ratchet.models.transformers.sequence_parallel import REMEDY as SEQUENCE_REMEDY
 from ratchet.models.transformers.sequence_parallel import TokenShards
 from ratchet.models.transformers.tensor_parallel import divide_model
 from ratchet.models.transformers.tp_plan import REMEDY, TPPlan
+from ratchet.utils.terminal_text import get_first_line
 
 PROBE_TOKENS = 7  # length of the sequence in a probe, unless it says otherwise
 # Factor on the tolerance for a divided model. It sums in another order, and the summands of a
 # gradient nearly cancel each other. A wrong division changes gradients far more.
 PROBE_ROUNDING = 100
+
+
+def divide(
+    policy: TransformersPolicy,
+    shard: DistributedShard,
+    device: torch.device | str,
+    *,
+    chunks: int = 1,
+) -> None:
+    """Reduce a model to this rank's shard.
+
+    Args:
+        device: The device that computes with the shard.
+        chunks: Number of pipeline stages per rank, more than one in an interleaved pipeline.
+
+    Raises ModelError if the ranks together don't compute the same as the whole model.
+    """
+    if shard.experts is not None:
+        # Before the layers are divided: a stage may have dense layers only.
+        check_experts(policy.model, shard.experts.size())
+    if shard.model.pipeline.count > 1:
+        divide_by_layers(policy, list_stage_indices(shard.model.pipeline, chunks))
+    if shard.tensor is not None:
+        divide_by_plan(policy, shard.tensor, device, sequence=shard.sequence)
+    if shard.context is not None:
+        divide_by_tokens(policy, shard.context)
+    if shard.experts is not None:
+        divide_by_experts(policy, shard.experts)
 
 
 def make_plan(policy: TransformersPolicy, ranks: int) -> TPPlan:
@@ -87,7 +121,8 @@ def divide_by_plan(
     remedy = REMEDY
     if sequence:
         check_sequence_division(policy)
-        tokens, remedy = TokenShards(group, plan, policy.layers()), SEQUENCE_REMEDY
+        stages = [stage.layers() for stage in policy.local_stages] or [policy.layers()]
+        tokens, remedy = TokenShards(group, plan, stages), SEQUENCE_REMEDY
         plan_name = f"{plan_name}, with learner.sequence_parallel,"
     division = divide_model(policy.model, plan, group, tokens)
     policy.tp_division = division
@@ -108,6 +143,59 @@ def divide_by_plan(
             computed, expected, policy.model.dtype, PROBE_ROUNDING
         ):
             raise ModelError(f"{plan_name} changes what the model computes ({name}): {remedy}")
+
+
+def check_layer_division(policy: TransformersPolicy, stages: int) -> None:
+    """Raise ModelError if a pipeline of this many stages can't compute what a model computes."""
+    _cut_layers(policy, stages)
+
+
+def divide_by_layers(policy: TransformersPolicy, indices: Sequence[ShardIndex]) -> None:
+    """Reduce a model to this rank's pipeline stages, which are the ones at `indices`.
+
+    Raises ModelError if all stages together don't compute the same as the model.
+    """
+    stages = _cut_layers(policy, indices[0].count)
+    tied = set(stages[0].parameters()) & set(stages[-1].parameters())
+    policy.tied_stage_weights = frozenset(
+        name for name, parameter in policy.model.named_parameters() if parameter in tied
+    )
+    own = [stages[index.index] for index in indices]
+    keep_stages(policy, own)
+    policy.stages = nn.ModuleList(own)
+
+
+def _cut_layers(policy: TransformersPolicy, count: int) -> list[TransformersStage]:
+    """Return `count` stages of a model, which together compute what the model does."""
+    check_stages(count, len(policy.layers()))
+    name = type(policy.model).__name__
+    if policy.reads_media or not policy.packs:
+        reason = "reads media" if policy.reads_media else "can't pack sequences"
+        raise ModelError(
+            f"{name} {reason}, so its layers can't be divided over ranks: {PIPELINE_REMEDY}"
+        )
+    whole_probe = _probe(policy, PROBE_LENGTHS)
+    stages = [TransformersStage(policy, ShardIndex(i, count)) for i in range(count)]
+    users = Counter(parameter for stage in stages for parameter in stage.parameters())
+    embeddings = set(policy.model.get_input_embeddings().parameters())
+    if any(n > 1 and parameter not in embeddings for parameter, n in users.items()):
+        raise ModelError(f"layers of {name} in several stages share weights: {PIPELINE_REMEDY}")
+    policy.stages = nn.ModuleList(stages)
+    try:
+        stages_probe = _probe(policy, PROBE_LENGTHS)
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        reason = get_first_line(str(error))
+        raise ModelError(
+            f"{name} can't compute in pipeline stages ({reason}): {PIPELINE_REMEDY}"
+        ) from None
+    finally:
+        policy.stages = nn.ModuleList()
+    for kind, computed in stages_probe.items():
+        if not is_close(computed, whole_probe[kind], policy.model.dtype):
+            raise ModelError(
+                f"{name} computes something else in pipeline stages ({kind}): {PIPELINE_REMEDY}"
+            )
+    return stages
 
 
 def check_token_division(policy: TransformersPolicy) -> None:
@@ -148,10 +236,10 @@ def divide_by_tokens(policy: TransformersPolicy, group: Group) -> None:
 def divide_by_experts(policy: TransformersPolicy, group: Group) -> None:
     """Reduce each layer's experts to this rank's.
 
-    Raises ModelError if the experts can't be divided, or if the ranks together don't compute the
-    same as one.
+    `check_experts` says whether they can be divided.
+
+    Raises ModelError if the ranks together don't compute the same as one.
     """
-    check_experts(policy.model, group.size())
     experts = _ExpertsProbe(policy)
     divided_pieces = {} if policy.tp_division is None else policy.tp_division.divided_pieces
     policy.expert_division = divide_experts(policy.model, group, divided_pieces)

@@ -78,10 +78,7 @@ def divide_experts(
     """Replace each layer's experts by this rank's, and make their modules exchange rows.
 
     divided_pieces: the pieces of the parameters that tensor parallelism has divided, by name.
-
-    Raises ModelError if the ranks can't divide the experts.
     """
-    check_experts(model, group.size())
     shard_index = ShardIndex(group.rank(), group.size())
     modules = find_stacked_experts(model)
     pieces: dict[str, tuple[WeightPiece, ...]] = {}

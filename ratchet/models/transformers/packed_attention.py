@@ -23,7 +23,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from ratchet.models.layers.attention import PackedAttention
+from ratchet.models.decoder import AttentionFn
 from ratchet.utils.user_code import get_qualified_name
 
 # The name of this attention in transformers' configurations.
@@ -81,7 +81,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packed_attention: PackedAttention | None = None,
+    packed_attention: AttentionFn | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention of a layer [1, T, H, D], and None for the attention weights.

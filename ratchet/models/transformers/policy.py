@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,14 @@ from ratchet.config.model_shape.lora_targets import resolve_target_modules
 from ratchet.errors import ConfigError, ModelError
 from ratchet.models.flops import TokenCost
 from ratchet.models.flops_transformers import estimate_token_cost
-from ratchet.models.layers.attention import PackedAttention
 from ratchet.models.layers.expert_routing import Routing
-from ratchet.models.layers.packed_inputs import sort_by_length
 from ratchet.models.lora import transformers as transformers_lora
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.parallel.collectives import Group, all_reduce_max
+from ratchet.models.parallel.stages import ModelStage
 from ratchet.models.policy import UNLIMITED, PolicyModel
 from ratchet.models.transformers import packed_attention
+from ratchet.models.transformers.backbone_inputs import BackboneInputs
 from ratchet.models.transformers.context_parallel import DividedAttention
 from ratchet.models.transformers.expert_parallel import find_stacked_experts
 from ratchet.models.transformers.head import run_head
@@ -40,13 +40,10 @@ from ratchet.models.transformers.loading import (
     translate_errors,
 )
 from ratchet.models.transformers.packed_attention import set_packed_attention
-from ratchet.models.transformers.tensor_parallel import (
-    divide_adapters,
-)
+from ratchet.models.transformers.tensor_parallel import divide_adapters
 from ratchet.models.transformers_settings import read_max_positions
 from ratchet.models.weights.hf_weights import SavableTensor, remove_stale_weights
 from ratchet.utils.temp_dirs import TemporaryFolder
-from ratchet.utils.transfer import upload
 
 PROBE_LENGTHS = (5, 1, 7, 3)  # numbers of tokens of the packed sequences in a probe
 
@@ -87,6 +84,8 @@ class TransformersPolicy(PolicyModel):
         set_packed_attention(model, enabled=False)  # a policy may have had the model before
         self._check_logits()
         self.divided_attention: DividedAttention | None = None
+        # The pipeline stages on this rank; none if the model is not cut into stages.
+        self.stages = nn.ModuleList()
         self.packs = self.takes_positions and self._keeps_sequences_apart()
         if self.packs and self.may_pack_by_lengths and set_packed_attention(model, enabled=True):
             self.packs_by_lengths = True
@@ -172,11 +171,18 @@ class TransformersPolicy(PolicyModel):
                 "activation_checkpointing=false"
             )
         if on:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            options: dict[str, Any] = {"use_reentrant": False}
+            if self.divided_attention is not None:
+                options["context_fn"] = self.divided_attention.keep_split
+            self.model.gradient_checkpointing_enable(options)
         else:
             self.model.gradient_checkpointing_disable()
         # transformers only checkpoints in training mode. Dropout is off in both modes.
         self.model.train(on)
+
+    @property
+    def local_stages(self) -> Sequence[ModelStage]:
+        return [cast(ModelStage, stage) for stage in self.stages]
 
     @property
     def context_group(self) -> Group | None:
@@ -197,14 +203,7 @@ class TransformersPolicy(PolicyModel):
         assert sum(lengths) == len(tokens_T), (
             f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
         )
-        context_split = self.split_context(lengths)
-        if context_split is not None and self.divided_attention is not None:
-            self.divided_attention.split = context_split
-            # A rank without tokens computes one that nothing reads.
-            tokens = torch.from_numpy(context_split.tokens).to(tokens_T.device)
-            computed = tokens if len(tokens) else tokens_T.new_zeros(1)
-            return self._run(tokens_T[computed], positions_T[computed])[: len(tokens)]
-        if self.packs:
+        if self.packs or self.divided_attention is not None:
             return self._run_packed(tokens_T, positions_T, lengths)
         rows = zip(tokens_T.split(list(lengths)), positions_T.split(list(lengths)), strict=True)
         n_unread = self.count_unread_rows(len(lengths))
@@ -229,14 +228,45 @@ class TransformersPolicy(PolicyModel):
 
     def _run_packed(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
         """Return the hidden states of packed sequences, from one forward."""
-        if not self.packs_by_lengths or len(lengths) == 1:
-            return self._run(tokens_T, positions_T)
-        # Sequences of similar length share an attention call if they follow one another.
-        device = tokens_T.device
-        order_T, inverse_T = (upload(index, device) for index in sort_by_length(lengths))
-        attention = PackedAttention(sorted(lengths), device, uses_varlen=self.uses_varlen)
-        options = {packed_attention.ARGUMENT: attention}
-        return self._run(tokens_T[order_T], positions_T[order_T], **options)[inverse_T]
+        packed = self.pack_inputs(tokens_T, positions_T, lengths)
+        n_tokens = len(packed.tokens_U)
+        # A context-parallel rank without tokens computes one that nothing reads.
+        padded = packed.pad(max(1, n_tokens))
+        hidden = None
+        for stage in self.local_stages:
+            if hidden is None and stage.index.index:  # only a probe runs such a stage here
+                hidden = self._make_probe_states(padded.tokens_U)
+            hidden = stage(hidden, packed=padded)
+        if hidden is None:
+            options = self.prepare_attention(padded)
+            hidden = self._run(padded.tokens_U, padded.positions_U, **options)
+        return packed.unfold(hidden[:n_tokens])
+
+    def pack_inputs(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        routing: Routing | None = None,
+    ) -> BackboneInputs:
+        """Return the backbone's inputs for packed sequences; arguments as in `hidden`."""
+        context_split = self.split_context(lengths)
+        if context_split is not None:
+            return BackboneInputs.from_split(tokens_T, positions_T, context_split)
+        if not self.packs_by_lengths:
+            return BackboneInputs(tokens_T, positions_T)
+        return BackboneInputs.from_lengths(
+            tokens_T, positions_T, lengths, uses_varlen=self.uses_varlen
+        )
+
+    def prepare_attention(self, packed: BackboneInputs) -> dict[str, Any]:
+        """Return the backbone's arguments for the attention of packed inputs.
+
+        The attention of divided tokens gets their division without an argument.
+        """
+        if self.divided_attention is not None:
+            self.divided_attention.split = packed.split
+        return {} if packed.attend is None else {packed_attention.ARGUMENT: packed.attend}
 
     def _run(self, tokens_T: Tensor, positions_T: Tensor, **options: Any) -> Tensor:
         # With a cache or a mask of ones, transformers would let packed sequences attend to each
@@ -306,6 +336,11 @@ class TransformersPolicy(PolicyModel):
         """Return n different tokens [n], for a test of what the model computes."""
         return (torch.arange(n, device=self.model.device) * 7919 + n) % self.vocab_size
 
+    def _make_probe_states(self, tokens_T: Tensor) -> Tensor:
+        """Return hidden states [T, d] in the place of those of an earlier stage, for a probe."""
+        dimensions = torch.arange(self.hidden_size, device=tokens_T.device)
+        return (tokens_T[:, None] + dimensions * (tokens_T[:, None] + 1)).to(self.model.dtype).sin()
+
     # --- weights
 
     def canonical_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -365,7 +400,7 @@ class TransformersPolicy(PolicyModel):
     @property
     def token_cost(self) -> TokenCost | None:
         """The cost of a token, without an adapter; None if the model is divided over ranks."""
-        if self.tp_division is not None or self.expert_division is not None:
+        if self.stages or self.tp_division is not None or self.expert_division is not None:
             return None
         modules = (
             module for module in self.backbone.modules() if not isinstance(module, nn.Embedding)

@@ -3,7 +3,8 @@
 Each tensor-parallel rank keeps its share of the tokens between the modules that the plan divides:
 norms and residual sums. A block is a module with divided linear layers, such as an attention or an
 MLP. It gets all tokens, and its row-parallel layer returns this rank's. The first decoder layer
-gets this rank's tokens, and after the last one every rank has all tokens again.
+gets this rank's tokens, and after the last one every rank has all tokens again. So it is in each
+stage of a pipeline.
 
 T = tokens, t = tokens of a rank, d = hidden size.
 """
@@ -34,10 +35,13 @@ class TokenShards:
     blocks: paths of the modules that get all tokens.
     """
 
-    def __init__(self, group: Group, plan: TPPlan, layers: Sequence[nn.Module]) -> None:
-        """Describe a division; layers: the decoder layers."""
+    def __init__(self, group: Group, plan: TPPlan, stages: Sequence[Sequence[nn.Module]]) -> None:
+        """Describe a division.
+
+        stages: the decoder layers of each pipeline stage on this rank; all layers if there is none.
+        """
         self.group = group
-        self._layers = layers
+        self._stages = stages
         linear = BY_ROWS + BY_COLUMNS
         self.blocks = frozenset(
             path.rpartition(".")[0]
@@ -66,12 +70,13 @@ class TokenShards:
 
         for path in self.blocks:
             model.get_submodule(path).register_forward_pre_hook(enter, with_kwargs=True)
-        self._layers[0].register_forward_pre_hook(take_own, with_kwargs=True)
-        self._layers[-1].register_forward_hook(finish)
+        for layers in self._stages:
+            layers[0].register_forward_pre_hook(take_own, with_kwargs=True)
+            layers[-1].register_forward_hook(finish)
 
     def list_partial(self, model: nn.Module) -> set[str]:
         """Return the names of the parameters of which a rank has the gradient of its tokens."""
-        in_layers = {p for layer in self._layers for p in layer.parameters()}
+        in_layers = {p for layers in self._stages for layer in layers for p in layer.parameters()}
         return {
             name
             for name, parameter in model.named_parameters()

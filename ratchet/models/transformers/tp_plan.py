@@ -16,6 +16,7 @@ from torch import nn
 
 from ratchet.errors import ModelError
 from ratchet.models.parallel.sharding import check_even
+from ratchet.models.transformers.pipeline_parallel import Elsewhere
 from ratchet.models.transformers_settings import read_setting
 
 if TYPE_CHECKING:
@@ -77,9 +78,12 @@ class TPPlan:
         Raises ModelError if the rules divide no module but the head, or use an unsupported style.
         """
         model_name = type(model).__name__
-        paths = [path for path, _ in model.named_modules()] + [
-            name for name, _ in model.named_parameters()
-        ]
+        modules = {
+            path: module
+            for path, module in model.named_modules()
+            if not isinstance(module, Elsewhere)
+        }
+        paths = [*modules, *(name for name, _ in model.named_parameters())]
         styles = {
             path: rules[rule]
             for path in paths
@@ -89,7 +93,6 @@ class TPPlan:
             raise ModelError(f"{model_name} has no plan for tensor parallelism: {REMEDY}")
         rope_columns = read_setting(model.config.get_text_config(), "qk_rope_head_dim") or 0
         plan = cls(styles, head, rope_columns)
-        modules = dict(model.named_modules())
         for path in styles:
             if (reason := plan.explain_refusal(path, modules)) is not None:
                 raise ModelError(f"the plan of {model_name} divides {path}{reason}: {REMEDY}")
