@@ -31,7 +31,7 @@ from ratchet.environments.mixture import MixtureConfig, get_part_tag
 from ratchet.errors import ConfigError, DataError, ModelError, RatchetError
 from ratchet.executors import env_vars
 from ratchet.experience.async_rollouts.group_filter import build_group_filter
-from ratchet.experience.rollout.environment_answers import reset_environment
+from ratchet.experience.rollout.environment_answers import close_environment, reset_environment
 from ratchet.experience.sources.offline import TextRenderer
 from ratchet.experience.sources.render_task import OFFLINE_SOURCES, render_task
 from ratchet.models.load import find_model, is_hub_id, read_model_config
@@ -44,7 +44,7 @@ from ratchet.training.stage_from_config import build_reward, choose_eval_rewards
 from ratchet.training.workers.judges import check_judge_files, read_context
 from ratchet.types import Failed, Message, Outcome, Split, Task, Trajectory
 from ratchet.utils.object_store import is_address
-from ratchet.utils.user_code import is_user_error, run_guarded
+from ratchet.utils.user_code import UserCodeFailed, is_user_error, run_guarded
 from ratchet.utils.user_frames import describe_user_error
 
 RESET_TIMEOUT_S = 60.0
@@ -203,8 +203,7 @@ class _StageCheck:
         section = stage.environment
         if not self.scan and section.has_scan:
             section = section.without_scan()
-        environment = build_environment(section)
-        try:
+        with self._open_environment(section) as environment:
             task = self._open_split(environment, "train")
             if task is None:
                 raise DataError(f"{type(environment).__name__} has no training task")
@@ -213,8 +212,16 @@ class _StageCheck:
                 self._render(environment, task)
             else:
                 self._reset_and_judge(environment, task, stage.rewards)
+
+    @contextmanager
+    def _open_environment(self, section: Section) -> Iterator[Environment]:
+        """Build an environment for the block. An error of its `close` is a further problem."""
+        environment = build_environment(section)
+        try:
+            yield environment
         finally:
-            asyncio.run(environment.close())
+            with self.report.section(f"stages.{self.stage.name}"):
+                asyncio.run(close_environment(environment))
 
     def _check_shaping_tags(self, environment: Environment) -> None:
         """Raise ConfigError for tags of `effort_length` that no task has: they shape nothing.
@@ -259,8 +266,7 @@ class _StageCheck:
         section = settings.environment or self.stage.environment
         if not self.scan and section.has_scan:
             return  # the rows to hold out are only known after a scan
-        environment = build_environment(section)
-        try:
+        with self._open_environment(section) as environment:
             # A held-out row may be checked only when its task is read, so `ratchet check` reads all
             # tasks of the evaluation.
             n_tasks = settings.tasks if self.scan else 1
@@ -273,8 +279,6 @@ class _StageCheck:
                 self._render_held_out(environment, task)
             if rewards != self.stage.rewards:
                 self._judge(environment, task, rewards, "eval_rewards")
-        finally:
-            asyncio.run(environment.close())
 
     def _open_split(self, environment: Environment, split: Split, n_tasks: int = 1) -> Task | None:
         """Read `n_tasks` tasks of a split, and return the first; None if the split is empty."""
@@ -404,4 +408,6 @@ def _calls_model(section: object) -> bool:
 def _describe(error: BaseException) -> str:
     if isinstance(error, RatchetError):
         return str(error)
+    if isinstance(error, UserCodeFailed):
+        return describe_user_error(str(error))
     return describe_user_error("".join(traceback.format_exception(error)))

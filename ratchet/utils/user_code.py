@@ -117,6 +117,17 @@ def _end_forked_copy(code: str) -> NoReturn:
     os._exit(1)  # exit handlers and open files are the run's
 
 
+async def await_method(result: Awaitable[T], owner: object, name: str) -> T:
+    """Await what the method `name` of `owner`, which is user code, returned.
+
+    Raises UserCodeFailed if the method is not async.
+    """
+    if not inspect.isawaitable(result):
+        method = f"{type(owner).__name__}.{name}"
+        raise UserCodeFailed(f"{method} is not async. Write `async def {name}`")
+    return await result
+
+
 async def call_in_thread(
     function: Callable[Parameters, T], *arguments: Parameters.args, **keywords: Parameters.kwargs
 ) -> T:
@@ -130,6 +141,17 @@ async def call_in_thread(
                 raise to_future_error(error) from error
 
     return await asyncio.to_thread(call)
+
+
+async def call_user_function(function: Callable[..., Any], **keywords: Any) -> Any:
+    """Call user code, in a thread unless it is async, and await a coroutine that it returns.
+
+    A decorated async function is often a plain function that returns a coroutine.
+    """
+    if is_async(function):
+        return await function(**keywords)
+    result = await call_in_thread(function, **keywords)
+    return await result if inspect.isawaitable(result) else result
 
 
 # True where user code runs. Tasks that it starts, as by asyncio.gather, inherit it.

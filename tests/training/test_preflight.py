@@ -238,25 +238,47 @@ def test_an_environment_that_exits_is_a_problem(folder, where):
         report.raise_problems()
 
 
-def test_a_reset_without_messages_is_a_problem(folder):
-    (folder / "empty_reset.py").write_text(
+@pytest.mark.parametrize(
+    ("method", "body", "message"),
+    [
+        (
+            "reset",
+            "async def reset(self, task): return None",
+            r"^stages\.grpo: Odd\.reset returned None\. It must be a sequence",
+        ),
+        (
+            "plain_close",
+            "def close(self): pass",
+            r"^stages\.grpo: Odd\.close is not async\. Write `async def close`",
+        ),
+        (
+            "hanging_close",
+            "async def close(self): await asyncio.Event().wait()",
+            r"^stages\.grpo: Odd\.close has not ended after 0\.02 s",
+        ),
+    ],
+)
+def test_odd_methods_of_an_environment_are_problems(folder, monkeypatch, method, body, message):
+    monkeypatch.setattr("ratchet.experience.rollout.environment_answers.CLOSE_TIMEOUT_S", 0.02)
+    module = f"odd_{method}"  # of its own: modules stay loaded
+    (folder / f"{module}.py").write_text(
         textwrap.dedent(
-            """
+            f"""
+            import asyncio
             from ratchet.environments.toy.arithmetic import Arithmetic, ArithmeticConfig
 
             class Config(ArithmeticConfig):
-                builds = "empty_reset:Empty"
+                builds = "{module}:Odd"
 
-            class Empty(Arithmetic):
-                async def reset(self, task):
-                    return None
+            class Odd(Arithmetic):
+                {body}
             """
         )
     )
     report = run_preflight(
-        load(folder, algorithm={"kind": "grpo"}, environment={"kind": "empty_reset:Config"})
+        load(folder, algorithm={"kind": "grpo"}, environment={"kind": f"{module}:Config"})
     )
-    with pytest.raises(ConfigError, match=r"Empty\.reset returned None\. It must be a sequence"):
+    with pytest.raises(ConfigError, match=message):
         report.raise_problems()
 
 
