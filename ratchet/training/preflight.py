@@ -28,6 +28,7 @@ from ratchet.data.chat.task_variables import get_task_renderer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.environments.build import build_environment
 from ratchet.environments.mixture import MixtureConfig, get_part_tag
+from ratchet.environments.single_turn import Procedural
 from ratchet.errors import ConfigError, DataError, ModelError, RatchetError
 from ratchet.executors import env_vars
 from ratchet.experience.async_rollouts.group_filter import build_group_filter
@@ -287,7 +288,20 @@ class _StageCheck:
         deque(tasks, maxlen=0)  # reads the rest without keeping it
         if task is not None:
             self.report.opened.append(f"{self.stage.name}, {split} split: {task.where}")
+            self._check_purity(environment, split, task)
         return task
+
+    def _check_purity(self, environment: Environment, split: Split, task: Task) -> None:
+        """Warn if a procedural environment makes another first task when it is read again."""
+        if not isinstance(environment, Procedural):
+            return
+        reread = next(environment.tasks(split, seed=self.config.seed), None)
+        if reread is None or reread.messages != task.messages:
+            name = type(environment).__name__
+            self.report.warnings.append(
+                f"{self.stage.name}: {name}.sample makes another {split} task each time, so "
+                "resumed runs and comparisons are not exact. Draw from its `rng` alone"
+            )
 
     def _render_held_out(self, environment: Environment, task: Task) -> None:
         """Render a held-out task, for an evaluation that only measures a loss or compares pairs."""

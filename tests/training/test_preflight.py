@@ -1,5 +1,6 @@
 """`ratchet check`, and the start of a run, open what a recipe names."""
 
+import re
 import textwrap
 from pathlib import Path
 
@@ -115,6 +116,32 @@ def test_problems_of_all_stages_are_told_at_once(folder):
     )
     with pytest.raises(ConfigError, match="wrong_signature"):
         run_preflight(config).raise_problems()
+
+
+@pytest.mark.parametrize(
+    ("module", "prompt", "message"),
+    [
+        ("impure", "str(random.randrange(10**9))", "Drawn.sample makes another train task each"),
+        ("no_text", "rng.randrange(10**6)", "Drawn.sample returned Problem.*must be text"),
+    ],
+)
+def test_a_procedural_environment_draws_text_from_its_generator(folder, module, prompt, message):
+    (folder / f"{module}.py").write_text(
+        textwrap.dedent(
+            f"""
+            import random
+            from ratchet.environments.single_turn import Problem, Procedural
+            class Drawn(Procedural):
+                name = "drawn"
+                def sample(self, rng):
+                    return Problem({prompt}, "1")
+            """
+        )
+    )
+    config = load(folder, algorithm={"kind": "grpo"}, environment={"kind": f"{module}:Drawn"})
+    report = run_preflight(config)
+    told = [*report.warnings, *(str(problem) for _, problem in report.problems)]
+    assert any(re.search(message, line) for line in told), told
 
 
 def test_a_reward_that_fails_on_a_made_up_answer_is_a_warning(folder):
