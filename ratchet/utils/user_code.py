@@ -9,10 +9,9 @@ import os
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import ContextVar
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
-Parameters = ParamSpec("Parameters")
 
 KEPT_CHARS = 50_000  # of the beginning and of the end of a traceback
 
@@ -126,32 +125,6 @@ async def await_method(result: Awaitable[T], owner: object, name: str) -> T:
         method = f"{type(owner).__name__}.{name}"
         raise UserCodeFailed(f"{method} is not async. Write `async def {name}`")
     return await result
-
-
-async def call_in_thread(
-    function: Callable[Parameters, T], *arguments: Parameters.args, **keywords: Parameters.kwargs
-) -> T:
-    """Call user code in a thread. Raises what it raises, but StopIteration as a RuntimeError."""
-
-    def call() -> T:
-        with end_forked_copies(get_qualified_name(function) or "user code"):
-            try:
-                return function(*arguments, **keywords)
-            except StopIteration as error:
-                raise to_future_error(error) from error
-
-    return await asyncio.to_thread(call)
-
-
-async def call_user_function(function: Callable[..., Any], **keywords: Any) -> Any:
-    """Call user code, in a thread unless it is async, and await a coroutine that it returns.
-
-    A decorated async function is often a plain function that returns a coroutine.
-    """
-    if is_async(function):
-        return await function(**keywords)
-    result = await call_in_thread(function, **keywords)
-    return await result if inspect.isawaitable(result) else result
 
 
 # True where user code runs. Tasks that it starts, as by asyncio.gather, inherit it.

@@ -26,8 +26,9 @@ from ratchet.protocols import Environment, Step
 from ratchet.rewards.deadline import Deadline
 from ratchet.rewards.integrations.base import encode_messages, read_columns, read_number
 from ratchet.rewards.integrations.trl import call_trl_reward, make_column_arguments
+from ratchet.rewards.user_threads import call_user_function
 from ratchet.types import Message, Part, Split, Task, ToolCall
-from ratchet.utils.user_code import call_user_function, get_qualified_name
+from ratchet.utils.user_code import get_qualified_name
 from ratchet.utils.user_imports import import_object
 
 # Public methods of a class that are not tools.

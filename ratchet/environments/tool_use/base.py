@@ -19,8 +19,8 @@ from ratchet.config.resolve import Slot, build
 from ratchet.data.formats.media import embed, is_pillow_image
 from ratchet.errors import ConfigError, RatchetError
 from ratchet.rewards.deadline import Deadline
+from ratchet.rewards.user_threads import call_user_function
 from ratchet.types import Message, Part, ToolCall
-from ratchet.utils.user_code import call_user_function
 
 
 class ToolConfig(Section):
