@@ -42,6 +42,7 @@ from ratchet.evals.stage_evaluator import (
     list_answer_results,
     list_parts,
 )
+from ratchet.executors.event_loop import run_event_loop
 from ratchet.executors.freeze import limit_garbage_collection, prepare_process
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.learners.compute.token_outputs import SCALAR_COLUMNS
@@ -241,7 +242,7 @@ def _evaluate_model(path: Path, name: str, evaluation: EvaluationSettings) -> _R
         evaluator = make_stage_evaluator(target.policy, setup, algorithm, spec, roles, tasks)
     if evaluator is None:  # no task fits into the model
         raise ConfigError(NO_TASKS)
-    result = asyncio.run(_run_and_close(evaluator, setup, target.policy))
+    result = run_event_loop(_run_and_close(evaluator, setup, target.policy))
     sampling = make_eval_sampling(spec)
     generator = type(target.policy.generator).__name__
     if evaluation.step is not None:
@@ -333,7 +334,8 @@ def _play_messages(
         greedy=spec.evaluation.greedy,
         pass_threshold=spec.evaluation.pass_threshold,
     )
-    (results,) = list_answer_results(asyncio.run(_run_and_close(evaluator, setup, manager)))
+    result = run_event_loop(_run_and_close(evaluator, setup, manager))
+    (results,) = list_answer_results(result)
     report_failures(results)
     return add_metadata(results, target, model, evaluation, tasks, evaluator.sampling)
 

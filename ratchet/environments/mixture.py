@@ -30,6 +30,7 @@ from ratchet.types import (
     Split,
     Task,
 )
+from ratchet.utils.user_code import await_method
 
 
 class MixtureConfig(EnvironmentConfig):
@@ -175,11 +176,11 @@ class Mixture(Environment):
     async def reset(self, task: Task) -> Sequence[Message]:
         part = self._find_part(task)
         self._current_part = self._copies.setdefault(task.tag, copy.copy(part))
-        return await self._current_part.reset(task)
+        return await await_method(self._current_part.reset(task), self._current_part, "reset")
 
     async def step(self, message: Message) -> Step:
         assert self._current_part is not None, "step before reset"
-        return await self._current_part.step(message)
+        return await await_method(self._current_part.step(message), self._current_part, "step")
 
     def observe(
         self, task: Task, first: Sequence[Message], turns: Sequence[Sequence[Message]]

@@ -126,8 +126,13 @@ class Procedural(SingleTurn):
     def _draw_problems(self, rng: random.Random) -> Iterator[Problem]:
         for _ in range(MAX_DRAWS):
             problem = self.sample(rng)
-            if isinstance(problem, Problem):
+            if isinstance(problem, Problem) and isinstance(problem.identity, str):
                 yield problem
+            elif isinstance(problem, Problem):
+                raise DataError(
+                    f"{type(self).__name__}.sample returned {problem!r:.80}. Its prompt and key "
+                    "must be text"
+                )
             elif problem is not None:
                 raise DataError(
                     f"{type(self).__name__}.sample returned {problem!r:.80}, must be a Problem or "

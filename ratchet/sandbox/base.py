@@ -54,17 +54,14 @@ class Isolation(IntEnum):
 
 @dataclass(frozen=True)
 class Strength:
-    """The isolation that a machine or service grants.
-
-    Attributes:
-        isolation: The level.
-        refused: Reasons why no stronger level was granted.
-        mechanisms: Names of the mechanisms that isolate.
-    """
+    """The isolation that a machine or service grants."""
 
     isolation: Isolation
+    """The level."""
     refused: tuple[str, ...]
+    """Reasons why no stronger level was granted."""
     mechanisms: tuple[str, ...]
+    """Names of the mechanisms that isolate."""
 
     def __str__(self) -> str:
         refused = f"; refused: {'; '.join(self.refused)}" if self.refused else ""
@@ -96,29 +93,25 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """The resource limits of a program.
-
-    Attributes:
-        wall_s: Wall time from start to end. The local sandbox does not count time in which the
-            program waits for a core, because other programs use them all.
-        cpu_s: Processor time of one process, rounded up to whole seconds.
-        memory_mib: Address space of a process, and resident memory of all processes together.
-        disk_mib: Size of the scratch directory, and of any file.
-        output_kib: Size of stdout, and separately of stderr.
-        processes: Number of processes; 1 allows threads only, more allows fork and exec.
-        threads: Number of threads of a program that may not fork (`processes` is 1).
-        executable: True if files of the scratch directory can be executed; `processes` must be
-            above 1.
-    """
+    """The resource limits of a program."""
 
     wall_s: float = 5.0
+    """Wall time from start to end. The local sandbox does not count time in which the program waits
+    for a core, because other programs use them all."""
     cpu_s: float = 4.0
+    """Processor time of one process, rounded up to whole seconds."""
     memory_mib: int = 512
+    """Address space of a process, and resident memory of all processes together."""
     disk_mib: int = 16
+    """Size of the scratch directory, and of any file."""
     output_kib: int = 1024
+    """Size of stdout, and separately of stderr."""
     processes: int = 1
+    """Number of processes; 1 allows threads only, more allows fork and exec."""
     threads: int = 32
+    """Number of threads of a program that may not fork (`processes` is 1)."""
     executable: bool = False
+    """True if files of the scratch directory can be executed; `processes` must be above 1."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import inspect
 import os
 import signal
 import socket
@@ -68,7 +69,9 @@ class DeadlineCaller:
         try:
             with self.mark_running(where):
                 async with limit:
-                    return await call()
+                    result = call()
+                    require(inspect.isawaitable(result), f"{where} is not async: `async def`")
+                    return await result
         except TimeoutError as error:
             if not limit.expired():
                 raise

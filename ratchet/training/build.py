@@ -15,6 +15,7 @@ from ratchet.algorithms.base import Algorithm
 from ratchet.config.experience import RolloutsConfig
 from ratchet.config.resolve import resolve
 from ratchet.config.sections import LearnerSection
+from ratchet.errors import ConfigError
 from ratchet.evals.early_stopping import EarlyStopping
 from ratchet.experience.async_rollouts.concurrency import ConcurrencyController
 from ratchet.experience.async_rollouts.group_filter import build_group_filter
@@ -84,12 +85,12 @@ def make_run(
         wrap_roles: Functions that wrap the learners, applied in this order.
         run_fields: Further fields of `StageRun`, such as observers.
     """
+    _check_parts(policy, algorithm, spec)
     start_step = policy.generator.version if spec.start_step is None else spec.start_step
     end_step = start_step + spec.steps
     position = position or StagePosition(start_step)
-    spec = replace(spec, sampling=policy.with_stop_ids(spec.sampling))
-    check_routers(policy.model, policy.generator, algorithm, spec.learner)
-    spec = replace(spec, learner=_size_micro_batches(policy, algorithm, spec))
+    learner = _size_micro_batches(policy, algorithm, spec)
+    spec = replace(spec, sampling=policy.with_stop_ids(spec.sampling), learner=learner)
     roles = make_roles(
         policy.model,
         policy.tokenizer,
@@ -141,6 +142,17 @@ def make_run(
         trainable=_count_trainable(policy.model, spec.adapter),
         **run_fields,
     )
+
+
+def _check_parts(policy: Any, algorithm: Any, spec: StageSpec) -> None:
+    """Raise ConfigError if a part is something else, or does not fit the others."""
+    if not isinstance(policy, Policy):
+        name = type(policy).__name__
+        raise ConfigError(f"{name} is not a Policy. Use Policy.create(model, tokenizer)")
+    if not isinstance(algorithm, Algorithm):
+        name = type(algorithm).__name__
+        raise ConfigError(f"{name} is not an algorithm. Use ratchet.build(section)")
+    check_routers(policy.model, policy.generator, algorithm, spec.learner)
 
 
 def _make_weight_sync(

@@ -29,11 +29,12 @@ from ratchet.data.chat.task_variables import get_task_renderer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.environments.build import build_environment
 from ratchet.environments.mixture import MixtureConfig, get_part_tag
+from ratchet.environments.single_turn import Procedural
 from ratchet.errors import ConfigError, DataError, ModelError, RatchetError
 from ratchet.executors import env_vars
 from ratchet.executors.event_loop import run_event_loop
 from ratchet.experience.async_rollouts.group_filter import build_group_filter
-from ratchet.experience.rollout.environment_answers import reset_environment
+from ratchet.experience.rollout.environment_answers import close_environment, reset_environment
 from ratchet.experience.sources.offline import TextRenderer
 from ratchet.experience.sources.render_task import OFFLINE_SOURCES, render_task
 from ratchet.learners.config import DistributedConfig
@@ -51,7 +52,7 @@ from ratchet.training.stage_from_config import build_reward, choose_eval_rewards
 from ratchet.training.workers.judges import check_judge_files, read_context
 from ratchet.types import Failed, Message, Outcome, Split, Task, Trajectory
 from ratchet.utils.object_store import is_address
-from ratchet.utils.user_code import is_user_error, run_guarded
+from ratchet.utils.user_code import UserCodeFailed, is_user_error, run_guarded
 from ratchet.utils.user_frames import describe_user_error
 
 RESET_TIMEOUT_S = 60.0
@@ -220,8 +221,7 @@ class _StageCheck:
         section = stage.environment
         if not self.scan and section.has_scan:
             section = section.without_scan()
-        environment = build_environment(section)
-        try:
+        with self._open_environment(section) as environment:
             task = self._open_split(environment, "train")
             if task is None:
                 raise DataError(f"{type(environment).__name__} has no training task")
@@ -230,8 +230,16 @@ class _StageCheck:
                 self._render(environment, task)
             else:
                 self._reset_and_judge(environment, task, stage.rewards)
+
+    @contextmanager
+    def _open_environment(self, section: Section) -> Iterator[Environment]:
+        """Build an environment for the block. An error of its `close` is a further problem."""
+        environment = build_environment(section)
+        try:
+            yield environment
         finally:
-            run_event_loop(environment.close())
+            with self.report.section(f"stages.{self.stage.name}"):
+                run_event_loop(close_environment(environment))
 
     def open_roles(self) -> None:
         """Open the tokenizers of teachers and references, and compare them with the policy's."""
@@ -286,8 +294,7 @@ class _StageCheck:
         section = settings.environment or self.stage.environment
         if not self.scan and section.has_scan:
             return  # the rows to hold out are only known after a scan
-        environment = build_environment(section)
-        try:
+        with self._open_environment(section) as environment:
             # A held-out row may be checked only when its task is read, so `ratchet check` reads all
             # tasks of the evaluation.
             n_tasks = settings.tasks if self.scan else 1
@@ -300,8 +307,6 @@ class _StageCheck:
                 self._render_held_out(environment, task)
             if rewards != self.stage.rewards:
                 self._judge(environment, task, rewards, "eval_rewards")
-        finally:
-            run_event_loop(environment.close())
 
     def _open_split(self, environment: Environment, split: Split, n_tasks: int = 1) -> Task | None:
         """Read `n_tasks` tasks of a split, and return the first; None if the split is empty."""
@@ -310,7 +315,20 @@ class _StageCheck:
         deque(tasks, maxlen=0)  # reads the rest without keeping it
         if task is not None:
             self.report.opened.append(f"{self.stage.name}, {split} split: {task.where}")
+            self._check_purity(environment, split, task)
         return task
+
+    def _check_purity(self, environment: Environment, split: Split, task: Task) -> None:
+        """Warn if a procedural environment makes another first task when it is read again."""
+        if not isinstance(environment, Procedural):
+            return
+        reread = next(environment.tasks(split, seed=self.config.seed), None)
+        if reread is None or reread.messages != task.messages:
+            name = type(environment).__name__
+            self.report.warnings.append(
+                f"{self.stage.name}: {name}.sample makes another {split} task each time, so "
+                "resumed runs and comparisons are not exact. Draw from its `rng` alone"
+            )
 
     def _render_held_out(self, environment: Environment, task: Task) -> None:
         """Render a held-out task, for an evaluation that only measures a loss or compares pairs."""
@@ -431,4 +449,6 @@ def _calls_model(section: object) -> bool:
 def _describe(error: BaseException) -> str:
     if isinstance(error, RatchetError):
         return str(error)
+    if isinstance(error, UserCodeFailed):
+        return describe_user_error(str(error))
     return describe_user_error("".join(traceback.format_exception(error)))

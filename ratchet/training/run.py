@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm, AlgoState
 from ratchet.batch import Batch
+from ratchet.errors import ConfigError
 from ratchet.evals.early_stopping import EarlyStopping
 from ratchet.evals.evaluator import report_failures
 from ratchet.evals.report import save_report
@@ -169,8 +170,15 @@ class StageRun:
         self.metrics.declare("rollout", DISTRIBUTION_REDUCERS)
 
     def steps(self) -> Iterator[int]:
-        """Yield the numbers of the remaining steps, until a stop is requested."""
-        for step in range(self.first_step, self.end_step):
+        """Yield the numbers of the remaining steps, until a stop is requested.
+
+        Raises ConfigError if this run has trained all its steps already.
+        """
+        if self.first_step < self.end_step <= self.steps_done:
+            raise ConfigError(
+                f"stage {self.name} has trained its steps. Make another run to train on (make_run)"
+            )
+        for step in range(self.steps_done, self.end_step):
             # A library may have replaced the signal handlers; restore them before reading `stop`.
             reinstall_handlers()
             if self.stop.status is not None or self.progress.ended:

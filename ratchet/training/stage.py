@@ -19,7 +19,7 @@ from ratchet.config.sentinels import SentinelsConfig
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.processor import Processor
-from ratchet.errors import ModelError
+from ratchet.errors import ConfigError, ModelError
 from ratchet.executors import env_vars
 from ratchet.experience.openai_proxy.agents import Agent
 from ratchet.experience.openai_proxy.config import LOCAL_SERVER, AgentServerSettings
@@ -28,6 +28,7 @@ from ratchet.learners.config import LocalConfig
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.policy import PolicyModel
 from ratchet.protocols import Environment, Generator, Reward
+from ratchet.rewards.base import as_reward
 from ratchet.rewards.judge_models.base import Judges
 from ratchet.types import Sampling
 from ratchet.utils.user_parts import add_missing_members
@@ -114,6 +115,18 @@ class Policy:
         await self.generator.close()
 
 
+def _complete_environment(environment: Any) -> None:
+    """Add the members that an environment lacks. Raises ConfigError for anything else."""
+    if isinstance(environment, type) or not all(
+        callable(getattr(environment, name, None)) for name in ("tasks", "reset", "step")
+    ):
+        raise ConfigError(
+            f"{environment!r:.80} is not an environment. Give an object with the methods tasks, "
+            "reset and step"
+        )
+    add_missing_members(environment, Environment)
+
+
 @dataclass(frozen=True)
 class EnvSetup:
     """An environment with its rewards."""
@@ -138,13 +151,14 @@ class EnvSetup:
     """The running models of the recipe's `judges`, which the rewards use."""
 
     def __post_init__(self) -> None:
-        # Users may pass plain classes: add the members of the base class that they lack.
-        for environment in (self.environment, self.canaries):
-            if environment is not None:
-                add_missing_members(environment, Environment)
-        for reward in (self.reward, self.eval_reward, self.second_opinion):
+        # Users may pass objects of plain classes and functions: complete them.
+        _complete_environment(self.environment)
+        if self.canaries is not None:
+            _complete_environment(self.canaries)
+        for name in ("reward", "eval_reward", "second_opinion"):
+            reward = vars(self)[name]
             if reward is not None:
-                add_missing_members(reward, Reward)
+                object.__setattr__(self, name, as_reward(reward))
 
     @property
     def has_rewards(self) -> bool:
@@ -216,3 +230,9 @@ class StageSpec:
     """The adapter that is trained in place of the weights; None trains the weights."""
     worker_rollouts: WorkerRolloutSpec | None = None
     """The spec with which rollout workers play the groups; None plays them in this process."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 0), ("batch_size", 1)):
+            value = vars(self)[name]
+            if not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name}={value!r} is not a whole number from {least} on")

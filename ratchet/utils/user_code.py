@@ -11,12 +11,11 @@ import traceback
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import ContextVar
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from ratchet.utils.process_settings import restore_settings
 
 T = TypeVar("T")
-Parameters = ParamSpec("Parameters")
 
 log = logging.getLogger(__name__)
 
@@ -155,19 +154,15 @@ def fail_early_exits() -> Generator[None]:
         os._exit = leave
 
 
-async def call_in_thread(
-    function: Callable[Parameters, T], *arguments: Parameters.args, **keywords: Parameters.kwargs
-) -> T:
-    """Call user code in a thread. Raises what it raises, but StopIteration as a RuntimeError."""
+async def await_method(result: Awaitable[T], owner: object, name: str) -> T:
+    """Await what the method `name` of `owner`, which is user code, returned.
 
-    def call() -> T:
-        with guard_process(get_qualified_name(function) or "user code"):
-            try:
-                return function(*arguments, **keywords)
-            except StopIteration as error:
-                raise to_future_error(error) from error
-
-    return await asyncio.to_thread(call)
+    Raises UserCodeFailed if the method is not async.
+    """
+    if not inspect.isawaitable(result):
+        method = f"{type(owner).__name__}.{name}"
+        raise UserCodeFailed(f"{method} is not async. Write `async def {name}`")
+    return await result
 
 
 # True where user code runs. Tasks that it starts, as by asyncio.gather, inherit it.
@@ -237,7 +232,10 @@ async def run_guarded(call: Callable[[], Awaitable[T]]) -> T:
     before = _RUNS_USER_CODE.set(True)
     try:
         with guard_process("user code"):
-            return await call()
+            result = await call()
+        if task in _LEFT_BEHIND:
+            raise asyncio.CancelledError
+        return result
     except UserCodeFailed:
         raise
     except BaseException as error:

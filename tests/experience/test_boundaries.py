@@ -91,6 +91,16 @@ def test_an_environment_that_returns_something_else_is_told_what_it_must_be(wher
     assert said in trajectory.outcome.detail
 
 
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_an_environment_with_a_plain_method_is_told_to_make_it_async(method):
+    environment = FakeEnvironment()
+    setattr(environment, method, lambda *_: Step(done=True))
+    (trajectory,) = play(environment, attempts=1)
+    assert isinstance(trajectory.outcome, Failed)
+    said = f"FakeEnvironment.{method} is not async. Write `async def {method}`"
+    assert said in trajectory.outcome.detail
+
+
 def test_numbers_of_a_step_are_pythons_and_the_counts_of_an_attempt_its_own():
     class Numpy(FakeEnvironment):
         async def step(self, message):
@@ -480,9 +490,9 @@ def test_an_environment_that_hangs_while_it_closes_does_not_hold_up_the_run(monk
         async def close(self):
             await hangs()
 
-    monkeypatch.setattr("ratchet.experience.rollout.manager.CLOSE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("ratchet.experience.rollout.environment_answers.CLOSE_TIMEOUT_S", 0.02)
     assert [type(o).__name__ for o in outcomes(manage(Stuck(exits, 1)), 2)] == ["Failed", "Scored"]
-    assert "not done after 0.02 s" in caplog.text
+    assert "Stuck.close has not ended after 0.02 s" in caplog.text
 
 
 # --- redundancy

@@ -1,6 +1,7 @@
 """`ratchet check`, and the start of a run, open what a recipe names."""
 
 import json
+import re
 import textwrap
 from pathlib import Path
 
@@ -141,6 +142,32 @@ def test_problems_of_all_stages_are_told_at_once(folder):
         run_preflight(config).raise_problems()
 
 
+@pytest.mark.parametrize(
+    ("module", "prompt", "message"),
+    [
+        ("impure", "str(random.randrange(10**9))", "Drawn.sample makes another train task each"),
+        ("no_text", "rng.randrange(10**6)", "Drawn.sample returned Problem.*must be text"),
+    ],
+)
+def test_a_procedural_environment_draws_text_from_its_generator(folder, module, prompt, message):
+    (folder / f"{module}.py").write_text(
+        textwrap.dedent(
+            f"""
+            import random
+            from ratchet.environments.single_turn import Problem, Procedural
+            class Drawn(Procedural):
+                name = "drawn"
+                def sample(self, rng):
+                    return Problem({prompt}, "1")
+            """
+        )
+    )
+    config = load(folder, algorithm={"kind": "grpo"}, environment={"kind": f"{module}:Drawn"})
+    report = run_preflight(config)
+    told = [*report.warnings, *(str(problem) for _, problem in report.problems)]
+    assert any(re.search(message, line) for line in told), told
+
+
 def test_a_reward_that_fails_on_a_made_up_answer_is_a_warning(folder):
     (folder / "guess.py").write_text(
         textwrap.dedent(
@@ -262,25 +289,47 @@ def test_an_environment_that_exits_is_a_problem(folder, where):
         report.raise_problems()
 
 
-def test_a_reset_without_messages_is_a_problem(folder):
-    (folder / "empty_reset.py").write_text(
+@pytest.mark.parametrize(
+    ("method", "body", "message"),
+    [
+        (
+            "reset",
+            "async def reset(self, task): return None",
+            r"^stages\.grpo: Odd\.reset returned None\. It must be a sequence",
+        ),
+        (
+            "plain_close",
+            "def close(self): pass",
+            r"^stages\.grpo: Odd\.close is not async\. Write `async def close`",
+        ),
+        (
+            "hanging_close",
+            "async def close(self): await asyncio.Event().wait()",
+            r"^stages\.grpo: Odd\.close has not ended after 0\.02 s",
+        ),
+    ],
+)
+def test_odd_methods_of_an_environment_are_problems(folder, monkeypatch, method, body, message):
+    monkeypatch.setattr("ratchet.experience.rollout.environment_answers.CLOSE_TIMEOUT_S", 0.02)
+    module = f"odd_{method}"  # of its own: modules stay loaded
+    (folder / f"{module}.py").write_text(
         textwrap.dedent(
-            """
+            f"""
+            import asyncio
             from ratchet.environments.toy.arithmetic import Arithmetic, ArithmeticConfig
 
             class Config(ArithmeticConfig):
-                builds = "empty_reset:Empty"
+                builds = "{module}:Odd"
 
-            class Empty(Arithmetic):
-                async def reset(self, task):
-                    return None
+            class Odd(Arithmetic):
+                {body}
             """
         )
     )
     report = run_preflight(
-        load(folder, algorithm={"kind": "grpo"}, environment={"kind": "empty_reset:Config"})
+        load(folder, algorithm={"kind": "grpo"}, environment={"kind": f"{module}:Config"})
     )
-    with pytest.raises(ConfigError, match=r"Empty\.reset returned None\. It must be a sequence"):
+    with pytest.raises(ConfigError, match=message):
         report.raise_problems()
 
 

@@ -12,7 +12,10 @@ from ratchet.algorithms.base import Algorithm
 from ratchet.config.experience import ParityConfig
 from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import EvaluationConfig, RunConfig
+from ratchet.environments.toy.sorting import Sorting, SortingConfig
+from ratchet.errors import ConfigError
 from ratchet.experience.sources.batcher import Batcher
+from ratchet.rewards.base import FunctionReward
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.fakes import FakeSource, FakeWeightSync
 from ratchet.training.build import make_run
@@ -23,6 +26,11 @@ from ratchet.training.stage import EnvSetup, StageSpec
 from ratchet.types import Group, Scored
 
 SORTING = {"kind": "sorting"}
+DIGITS = SortingConfig(digits=3)
+# Without types, to give them parts of others.
+make_setup: Any = EnvSetup
+make_spec: Any = StageSpec
+make_any_run: Any = make_run
 STAGE = {
     "name": "a",
     "algorithm": {"kind": "grpo"},
@@ -69,6 +77,38 @@ def test_a_step_is_silent_where_no_advantage_is_left_whatever_the_sums_of_reward
     run = run_of(build(resolve("algorithm", {"kind": kind})), [TRADED, SAME])
     asyncio.run(train(run))
     assert run.progress.silent_steps == silent
+
+
+def test_a_run_that_has_trained_its_steps_does_not_train_them_again():
+    run = run_of(build(resolve("algorithm", {"kind": "grpo"})), [TRADED, SAME])
+    asyncio.run(train(run))
+    with pytest.raises(ConfigError, match=r"stage a has trained its steps\. Make another run"):
+        asyncio.run(train(run))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: make_setup(Sorting), r"<class .* is not an environment\. Give an object"),
+        (lambda: make_setup(DIGITS), r"SortingConfig\(.* is not an environment"),
+        (lambda: make_setup(Sorting(DIGITS), reward=5), "5 is not a reward"),
+        (lambda: make_spec("a", 2.0, 1), r"steps=2\.0 is not a whole number from 0 on"),
+        (lambda: make_spec("a", 2, 0), "batch_size=0 is not a whole number from 1 on"),
+        (lambda: make_any_run("m", None, None, None), r"str is not a Policy\. Use Policy\.create"),
+        (
+            lambda: run_of(resolve("algorithm", {"kind": "grpo"}), []),
+            r"GRPOConfig is not an algorithm\. Use ratchet\.build",
+        ),
+    ],
+)
+def test_parts_of_another_type_are_refused_by_name(make: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_a_function_is_a_reward():
+    setup = make_setup(Sorting(DIGITS), reward=lambda trajectory, task: 1.0)
+    assert isinstance(setup.reward, FunctionReward)
 
 
 def test_a_supervised_step_is_never_silent():

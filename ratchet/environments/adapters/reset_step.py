@@ -18,8 +18,8 @@ from pydantic import Field
 from ratchet.config.sections import EnvironmentConfig
 from ratchet.environments.adapters.seeded_tasks import SeededTasks
 from ratchet.protocols import Step
+from ratchet.rewards.user_threads import call_in_thread
 from ratchet.types import Message, Task
-from ratchet.utils.user_code import call_in_thread
 
 
 class ResetStepConfig(EnvironmentConfig):

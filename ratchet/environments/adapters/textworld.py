@@ -19,8 +19,8 @@ from ratchet.data.files import find_files
 from ratchet.environments.single_turn import Rows, is_held_out
 from ratchet.errors import ConfigError, DataError, suggest_install
 from ratchet.protocols import Step
+from ratchet.rewards.user_threads import call_in_thread
 from ratchet.types import Message, Split, Task
-from ratchet.utils.user_code import call_in_thread
 
 SUFFIXES = (".z8", ".ulx")
 ARTICLE = re.compile(r"\b(the|an?)\s+")

@@ -26,8 +26,9 @@ from ratchet.protocols import Environment, Step
 from ratchet.rewards.deadline import Deadline
 from ratchet.rewards.integrations.base import encode_messages, read_columns, read_number
 from ratchet.rewards.integrations.trl import call_trl_reward, make_column_arguments
+from ratchet.rewards.user_threads import call_user_function
 from ratchet.types import Message, Part, Split, Task, ToolCall
-from ratchet.utils.user_code import call_in_thread, get_qualified_name
+from ratchet.utils.user_code import get_qualified_name
 from ratchet.utils.user_imports import import_object
 
 # Public methods of a class that are not tools.
@@ -270,9 +271,7 @@ class TRLEnvironment(Environment):
         limit = Deadline(self.config.timeout_s)
         try:
             async with limit:
-                if inspect.iscoroutinefunction(function):
-                    return await function(**arguments)
-                return await call_in_thread(function, **arguments)
+                return await call_user_function(function, **arguments)
         except TimeoutError:
             if not limit.expired():
                 raise

@@ -48,14 +48,11 @@ class NoSessionFree(OpenEnvError):
 
 @dataclass(frozen=True)
 class Answer:
-    """The server's answer to a reset or a step.
-
-    Attributes:
-        reward: The reward; 0 if the server gave none. OpenEnv allows booleans: true is 1.
-    """
+    """The server's answer to a reset or a step."""
 
     observation: Mapping[str, Any]
     reward: float
+    """0 if the server gave none. OpenEnv allows booleans: true is 1."""
     done: bool
 
 

@@ -19,8 +19,8 @@ from ratchet.config.resolve import Slot, build
 from ratchet.data.formats.media import embed, is_pillow_image
 from ratchet.errors import ConfigError, RatchetError
 from ratchet.rewards.deadline import Deadline
+from ratchet.rewards.user_threads import call_user_function
 from ratchet.types import Message, Part, ToolCall
-from ratchet.utils.user_code import call_in_thread
 
 
 class ToolConfig(Section):
@@ -131,18 +131,18 @@ class Toolbox:
             return ToolAnswer(self._truncate(f"Error: {error}"), is_error=True)
 
     async def _run(self, tool: Tool, arguments: Mapping[str, Any]) -> Any:
+        limit = Deadline(self.timeout_s)
         try:
-            async with Deadline(self.timeout_s):
-                if inspect.iscoroutinefunction(tool.call):
-                    return await tool.call(**arguments)
-                return await call_in_thread(tool.call, **arguments)
-        except TimeoutError:
-            raise ToolError(f"{tool.name} gave no answer within {self.timeout_s:g} s") from None
+            async with limit:
+                return await call_user_function(tool.call, **arguments)
         except (RatchetError, ToolError):
             raise
         # A tool is user code and may raise any exception. The policy reads the exception's text and
         # may continue.
         except Exception as error:
+            if isinstance(error, TimeoutError) and limit.expired():
+                message = f"{tool.name} gave no answer within {self.timeout_s:g} s"
+                raise ToolError(message) from None
             raise ToolError(f"{type(error).__name__}: {error}") from error
 
     def _truncate_part(self, part: Part) -> Part:
@@ -213,7 +213,10 @@ def check_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any])
             f"there is no argument '{unknown[0]}'; the tool takes {', '.join(properties) or 'none'}"
         )
     for name, value in arguments.items():
-        expected = properties.get(name, {}).get("type")
+        schema = properties.get(name, {})
+        expected = schema.get("type")
+        if value is None and schema.get("nullable"):
+            continue
         if (
             isinstance(expected, str)
             and expected in PYTHON_TYPES
@@ -238,6 +241,10 @@ def build_tools(sections: Sequence[Section]) -> list[Tool]:
                 raise ConfigError(
                     f"{tool!r:.80} is not a tool: it needs name, description, parameters and "
                     "call, or to be a plain function"
+                )
+            if inspect.isgeneratorfunction(tool.call) or inspect.isasyncgenfunction(tool.call):
+                raise ConfigError(
+                    f"the tool {tool.name} yields its answer. Return it, in one piece"
                 )
             tools.append(tool)
     return tools

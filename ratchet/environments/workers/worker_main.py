@@ -25,7 +25,7 @@ from ratchet.processes.frames import Connection, Frame, FrameKind
 from ratchet.protocols import Environment
 from ratchet.rewards.deadline import CURRENT_DEADLINE
 from ratchet.utils import credentials
-from ratchet.utils.user_code import guard_process
+from ratchet.utils.user_code import await_method, guard_process
 
 
 def serve(connection: Connection) -> NoReturn:
@@ -149,11 +149,13 @@ class _AttemptThread:
             if instance not in self._instances:
                 self._instances[instance] = copy.copy(self._server.environment)
             environment = self._instances[instance]
-            value: dict[str, Any] = {"messages": await environment.reset(argument)}
+            value: dict[str, Any] = {
+                "messages": await await_method(environment.reset(argument), environment, "reset")
+            }
             if environment.has_tools:
                 value["tools"] = environment.tools(argument)
         else:
             environment = self._instances[instance]
-            value = {"step": await environment.step(argument)}
+            value = {"step": await await_method(environment.step(argument), environment, "step")}
         value["stop_strings"] = environment.stop_strings
         return value

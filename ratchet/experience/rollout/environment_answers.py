@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,12 +15,13 @@ from ratchet.data.chat.renderer import Tools
 from ratchet.errors import TrainingError
 from ratchet.protocols import Environment, Step
 from ratchet.types import Group, Message, Part, Task, is_finite_number
-from ratchet.utils.user_code import UserCodeFailed, is_user_error, run_guarded
+from ratchet.utils.user_code import UserCodeFailed, await_method, is_user_error, run_guarded
 
 T = TypeVar("T")
 # Metrics that `EpisodeState` counts for an attempt.
 ATTEMPT_METRICS = ("turns", "turn_limit", "retries", "forks")
 
+CLOSE_TIMEOUT_S = 30.0  # an environment that hangs in `close` must not delay the run for longer
 # Beyond it, sums and variances of rewards overflow, in float32 at 3e38.
 MAX_NUMBER = 1e15
 
@@ -38,7 +41,8 @@ async def reset_environment(environment: Environment, task: Task) -> list[Messag
 
     async def call() -> list[Message]:
         # What user code returned is checked inside, because its methods are user code too.
-        return check_messages(await environment.reset(task), "reset", environment)
+        messages = await await_method(environment.reset(task), environment, "reset")
+        return check_messages(messages, "reset", environment)
 
     return await run_guarded(call)
 
@@ -51,9 +55,27 @@ async def step_environment(environment: Environment, message: Message) -> Step:
     """
 
     async def call() -> Step:
-        return check_step(await environment.step(message), environment)
+        # The attempt keeps the message, and user code may change a call's arguments in place.
+        own = copy.deepcopy(message) if message.tool_calls else message
+        step = await await_method(environment.step(own), environment, "step")
+        return check_step(step, environment)
 
     return await run_guarded(call)
+
+
+async def close_environment(environment: Environment) -> None:
+    """Close an environment.
+
+    Raises:
+        UserCodeFailed: `close` raised, or did not end within CLOSE_TIMEOUT_S.
+    """
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await run_guarded(lambda: await_method(environment.close(), environment, "close"))
+    except TimeoutError:
+        raise UserCodeFailed(
+            f"{type(environment).__name__}.close has not ended after {CLOSE_TIMEOUT_S:g} s"
+        ) from None
 
 
 async def reward_cut_attempt(environment: Environment, messages: Sequence[Message]) -> float | None:
@@ -64,7 +86,9 @@ async def reward_cut_attempt(environment: Environment, messages: Sequence[Messag
     """
 
     async def call() -> float | None:
-        reward = await environment.reward_cut_attempt(messages)
+        reward = await await_method(
+            environment.reward_cut_attempt(tuple(messages)), environment, "reward_cut_attempt"
+        )
         if reward is None:
             return None
         if not is_computable(reward):

@@ -8,7 +8,12 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from ratchet.experience.rollout.environment_answers import MAX_NUMBER, is_computable, show
+from ratchet.experience.rollout.environment_answers import (
+    MAX_NUMBER,
+    close_environment,
+    is_computable,
+    show,
+)
 from ratchet.experience.rollout.episode_state import PromptCache
 from ratchet.experience.rollout.failures import is_retryable
 from ratchet.experience.seeds import derive_seed
@@ -38,8 +43,6 @@ AttemptRows = list[Trajectory]  # the trajectories of one attempt: one, unless i
 
 # Outcomes that a reward still judges: None (the attempt ended normally) and Truncated.
 JUDGEABLE = Truncated | None
-
-CLOSE_TIMEOUT_S = 30.0  # an environment that hangs in `close` must not delay the run for longer
 
 
 class AttemptPlayer(Protocol):
@@ -392,13 +395,9 @@ def _has_not_failed(rows: AttemptRows) -> bool:
 
 async def _close(environment: Environment) -> None:
     try:
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await run_guarded(environment.close)
-    except (TimeoutError, UserCodeFailed) as failure:
-        log.warning(
-            "an environment failed to close:\n%s",
-            str(failure) or f"not done after {CLOSE_TIMEOUT_S:g} s",
-        )
+        await close_environment(environment)
+    except UserCodeFailed as failure:
+        log.warning("an environment failed to close:\n%s", failure)
 
 
 def _check_outcome_count(

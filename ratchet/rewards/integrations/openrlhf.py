@@ -19,8 +19,8 @@ from ratchet.rewards.integrations.base import (
     read_number,
     split_messages,
 )
+from ratchet.rewards.user_threads import call_in_thread
 from ratchet.types import Scored, Task, Trajectory
-from ratchet.utils.user_code import call_in_thread
 
 
 class OpenRLHFRewardConfig(LibraryRewardConfig):

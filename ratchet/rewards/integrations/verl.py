@@ -22,8 +22,9 @@ from ratchet.rewards.integrations.base import (
     read_number,
     split_messages,
 )
+from ratchet.rewards.user_threads import call_in_thread
 from ratchet.types import Scored, Task, Trajectory
-from ratchet.utils.user_code import call_in_thread, is_async
+from ratchet.utils.user_code import is_async
 
 
 class VerlRewardConfig(LibraryRewardConfig):

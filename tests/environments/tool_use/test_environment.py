@@ -151,6 +151,29 @@ def test_broken_machinery_fails_the_attempt():
     assert "no room left" in trajectory.outcome.detail
 
 
+class Sorted:
+    name, description = "sort", "Sorts numbers, in the place where they are."
+    parameters = {  # noqa: RUF012
+        "type": "object",
+        "properties": {"numbers": {"type": "array"}},
+        "required": ["numbers"],
+    }
+
+    def call(self, numbers):
+        numbers.sort()
+        return numbers
+
+
+def test_a_tool_that_changes_its_arguments_leaves_the_call_as_it_was_written():
+    made = section(tools=[{"kind": f"{__name__}:Sorted"}])
+    task = Task("t", (Message("user", "?"),), answer="1")
+    trajectory, _ = played(
+        build(made), task, written_call("sort", numbers=[3, 1]), "1", reward=EXACT
+    )
+    assert trajectory.messages[1].tool_calls[0].arguments == {"numbers": [3, 1]}
+    assert trajectory.messages[2].text == "[1, 3]"
+
+
 def test_a_demonstration_asks_for_what_the_prompt_says_or_there_is_none():
     environment = ToolUse(section(problems={"kind": "sorting", "digits": 3}))
     task = next(iter(environment.tasks("train", seed=0)))

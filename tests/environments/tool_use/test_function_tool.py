@@ -1,6 +1,10 @@
 """A plain function is a tool: its schema comes from its signature and docstring."""
 
+from __future__ import annotations
+
 import asyncio
+import enum
+import functools
 
 import pytest
 from transformers.utils.chat_template_utils import get_json_schema
@@ -31,6 +35,77 @@ async def wait(seconds: float) -> str:
     """
     await asyncio.sleep(0)
     return "done"
+
+
+def search(text: str, year: int | None = None) -> str:
+    """
+    Searches.
+
+    Args:
+        text: What to search for.
+        year: The year.
+    """
+    return f"{text} {year}"
+
+
+def without_a_wrapped_coroutine(function):
+    @functools.wraps(function)
+    def call(**arguments):
+        return function(**arguments)
+
+    return call
+
+
+decorated = without_a_wrapped_coroutine(wait)
+
+
+def slow(city: str) -> str:
+    """
+    Raises what a request raises whose time is up.
+
+    Args:
+        city: The name of the city.
+    """
+    raise TimeoutError("no answer from the server")
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+def paint(color: Color) -> str:
+    """
+    Paints.
+
+    Args:
+        color: The color.
+    """
+    return color.value
+
+
+def positional(a: int, /) -> str:
+    """
+    Counts.
+
+    Args:
+        a: A number.
+    """
+    return str(a)
+
+
+def imported_for_checkers(a: Missing) -> str:  # noqa: F821
+    """
+    Counts.
+
+    Args:
+        a: A number.
+    """
+    return str(a)
+
+
+def yielding():
+    """Yields."""
+    yield "a"
 
 
 def undescribed(city: str) -> str:
@@ -73,11 +148,15 @@ def test_a_function_is_described_as_transformers_does(function):
         ("lookup", {"city": "Paris"}, "Paris 2020"),
         ("lookup", {"city": 5}, "Error: the argument 'city' must be of type string, not 5"),
         ("wait", {"seconds": 1}, "done"),
+        ("decorated", {"seconds": 1}, "done"),
+        ("search", {"text": "a", "year": None}, "a None"),
+        ("slow", {"city": "Paris"}, "Error: TimeoutError: no answer from the server"),
     ],
 )
 def test_a_function_is_called_by_its_arguments(name, arguments, answer):
     toolbox = Toolbox(build(name))
-    assert asyncio.run(toolbox.run_call(ToolCall("1", name, arguments))).content == answer
+    called = toolbox.schemas[0]["function"]["name"]
+    assert asyncio.run(toolbox.run_call(ToolCall("1", called, arguments))).content == answer
 
 
 def test_a_function_that_returns_tools_makes_them_and_its_parameters_are_keys():
@@ -85,6 +164,16 @@ def test_a_function_that_returns_tools_makes_them_and_its_parameters_are_keys():
     assert tool.call() == "a"
 
 
-def test_a_function_without_descriptions_is_refused():
-    with pytest.raises(ConfigError, match=r"undescribed can't be a tool: .*below `Args:`"):
-        build("undescribed")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("undescribed", r"undescribed can't be a tool: .*below `Args:`"),
+        ("imported_for_checkers", r"can't be a tool: name 'Missing' is not defined"),
+        ("paint", r"paint can't be a tool: no call can give `color: .*Color.*`\. Write str"),
+        ("positional", r"no call can give `a: .*int.*`\. Name each parameter"),
+        ("yielding", r"the tool yielding yields its answer\. Return it"),
+    ],
+)
+def test_a_function_that_no_call_could_use_is_refused(name, message):
+    with pytest.raises(ConfigError, match=message):
+        build(name)
