@@ -32,7 +32,7 @@ from ratchet.training.stage_from_config import build_env_setup, build_eval_env_s
 from ratchet.training.workers.judges import start_judges
 from ratchet.types import Message, Scored, Task, ToolCall
 from ratchet.utils.user_code import UserCodeFailed, run_guarded
-from ratchet.utils.websockets import import_websockets
+from ratchet.web.websockets import import_websockets
 
 MAX_REQUEST_BYTES = 16 << 20
 SPLITS = ("train", "test")

@@ -16,7 +16,7 @@ from ratchet.environments.servers.http_session import ServerFault, ask_server
 from ratchet.errors import DataError, RatchetError
 from ratchet.types import is_finite_number
 from ratchet.utils.safe_read import parse_json
-from ratchet.utils.websockets import import_websockets
+from ratchet.web.websockets import import_websockets
 
 MAX_ANSWER_BYTES = 64 << 20
 NEEDED_FOR = "environment.kind openenv"
