@@ -133,8 +133,6 @@ class LearnerSection(Section):
     supports_background_save: ClassVar[bool] = False
     """True if the learner supports `checkpoint.background`: it saves by `save_state` or
     `save_blocks` alone, which `defer_writes` delays."""
-    supports_transformers: ClassVar[bool] = True
-    """True if the learner trains models that transformers runs."""
 
     @property
     def tensor_ranks(self) -> int:

@@ -156,7 +156,6 @@ class MegatronConfig(DistributedConfig):
     has_own_adamw: ClassVar[bool] = True
     supports_pipeline_lora: ClassVar[bool] = True
     supports_freeze: ClassVar[bool] = False
-    supports_transformers: ClassVar[bool] = False
 
     kind: Literal["megatron"] = "megatron"
     data_parallel: int = Field(1, ge=1)

@@ -148,7 +148,9 @@ def _get_trainer_resources(config: RunConfig, model: PolicyModel) -> list[Resour
     section = config.stages[0].learner
     if not isinstance(section, DistributedConfig):
         return []
-    import_object(section.division_check)(section, model, config.stages[0].lora)
+    check_division = import_object(section.division_check)
+    for stage in config.stages:
+        check_division(section, model, stage.lora)
     return [
         ResourceRequest(
             LEARNER, build_topology(section).world_size, gpus=0 if config.device == "cpu" else 1

@@ -170,18 +170,19 @@ def _open_model(config: RunConfig, report: PreflightReport) -> Renderer | None:
         )
         architecture = content.get("architectures") or ["unnamed"]
         report.opened.append(f"model: {path}, {', '.join(map(str, architecture))}")
-        _check_learner(config.stages[0], content)
+        for stage in config.stages:
+            _check_learner(stage, content, config.model.backend)
         processor = load_policy_processor(config)
     tokenizer = build(config.tokenizer, path)
     report.opened.append(f"tokenizer: {tokenizer.vocab_size:,} tokens")
     return build_renderer(config, tokenizer, processor)
 
 
-def _check_learner(stage: StageConfig, content: Mapping[str, Any]) -> None:
+def _check_learner(stage: StageConfig, content: Mapping[str, Any], backend: str) -> None:
     """Raise ModelError or ConfigError if the learner can't train the model of a config.json."""
     learner = stage.learner
     if isinstance(learner, DistributedConfig) and learner.config_check is not None:
-        import_object(learner.config_check)(learner, content, stage.lora)
+        import_object(learner.config_check)(learner, content, stage.lora, backend)
 
 
 def _open_judge(judge: JudgeSection, report: PreflightReport) -> None:

@@ -111,6 +111,24 @@ def test_what_megatron_lacks_for_a_model_is_a_problem(folder, changes, message):
         run_preflight(config).raise_problems()
 
 
+def test_megatron_is_asked_about_each_stage_and_about_the_backend(folder):
+    init_policy(get_preset("tiny", 256), 0).save(folder / "model")
+    common = {"learner": {"kind": "megatron"}, **SORTING}
+    config = load(folder, model={"path": "model", "backend": "transformers"}, **common)
+    with pytest.raises(RatchetError, match=r"backend is transformers\. Set model\.backend=auto"):
+        run_preflight(config).raise_problems()
+    family, fields = cases.MODELS["gpt_oss"]
+    content = {"model_type": family, **cases.BASE, **fields}
+    (folder / "model" / "config.json").write_text(json.dumps(content))
+    stages = [
+        {"name": "whole", "algorithm": {"kind": "sft"}},
+        {"name": "adapter", "algorithm": {"kind": "sft"}, "lora": {"target_modules": ["up_proj"]}},
+    ]
+    config = load(folder, model={"path": "model"}, stages=stages, **common)
+    with pytest.raises(RatchetError, match=r"=\[q_proj, k_proj, v_proj, o_proj\]"):
+        run_preflight(config).raise_problems()
+
+
 def test_the_base_of_an_adapter_is_kept_where_overrides_change_it(folder):
     sections = [{"path": "model", "overrides": fields} for fields in ({}, {"rope_theta": 1e6})]
     configs = [load(folder, model=section, lora={}, **SORTING) for section in sections]

@@ -87,14 +87,6 @@ def _check_learner(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             "learner.pipeline_parallel",
             "lora",
         )
-    if config.model.backend == "transformers" and not learner.supports_transformers:
-        yield clash(
-            f"learner.kind={learner.kind_name} needs the built-in decoder, and "
-            "model.backend=transformers does not use it: set model.backend=auto, or "
-            "learner.kind=dtensor",
-            "model.backend",
-            "learner.kind",
-        )
 
 
 def _check_dropout(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:

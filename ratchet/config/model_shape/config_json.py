@@ -129,3 +129,17 @@ def is_number(value: object) -> bool:
 def shorten_repr(value: object) -> str:
     """Return `repr(value)`, cut to 80 characters."""
     return shorten_text(repr(value), 80)
+
+
+def read_original_context(
+    hf: Mapping[str, Any], rope: Mapping[str, Any], max_positions: int
+) -> int:
+    """Return the length that a model was trained with before its context was extended.
+
+    max_positions: The family's default of `max_position_embeddings`.
+    """
+    return int(
+        hf.get(ORIGINAL_CONTEXT)
+        or rope.get(ORIGINAL_CONTEXT)
+        or hf.get("max_position_embeddings", max_positions)
+    )

@@ -14,6 +14,7 @@ from ratchet.config.model_shape.config_json import (
     SIZE_RANGES,
     check_types,
     is_number,
+    read_original_context,
     read_rope_section,
     shorten_repr,
 )
@@ -476,11 +477,7 @@ def _read_rope(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
     )
     rope["rope_theta"] = float(rope.get("rope_theta") or hf.get("rope_theta") or family.rope_theta)
     if ORIGINAL_CONTEXT in ROPE_KEYS[rope["rope_type"]]:
-        rope[ORIGINAL_CONTEXT] = int(
-            hf.get(ORIGINAL_CONTEXT)
-            or rope.get(ORIGINAL_CONTEXT)
-            or hf.get("max_position_embeddings", family.max_positions)
-        )
+        rope[ORIGINAL_CONTEXT] = read_original_context(hf, rope, family.max_positions)
     return rope
 
 

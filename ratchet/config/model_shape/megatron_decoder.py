@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ratchet.config.model_shape.config_json import ORIGINAL_CONTEXT
+from ratchet.config.model_shape.config_json import ORIGINAL_CONTEXT, read_original_context
 from ratchet.config.model_shape.decoder_config import (
     ROPE_KEYS,
     SILU,
@@ -191,7 +191,7 @@ def _read_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.setdefault("rope_theta", hf.get("rope_theta", facts.rope_theta))
     if ORIGINAL_CONTEXT in ROPE_KEYS.get(rope["rope_type"], ()):
-        rope.setdefault(ORIGINAL_CONTEXT, hf.get("max_position_embeddings", facts.max_positions))
+        rope[ORIGINAL_CONTEXT] = read_original_context(hf, rope, facts.max_positions)
     return rope
 
 
@@ -258,7 +258,7 @@ def _read_gpt_oss(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _read_deepseek_v3(hf: Mapping[str, Any]) -> dict[str, Any]:
     plain, rotated = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"]
     latent = LatentHeads(
-        q_rank=hf.get("q_lora_rank") or 0,
+        q_rank=hf.get("q_lora_rank", 1536) or 0,
         kv_rank=hf["kv_lora_rank"],
         plain_dim=plain,
         value_dim=hf["v_head_dim"],

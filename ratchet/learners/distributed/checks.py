@@ -52,10 +52,13 @@ def check_megatron(
 
 
 def check_megatron_config(
-    section: MegatronConfig, hf: Mapping[str, Any], lora: LoRAConfig | None = None
+    section: MegatronConfig, hf: Mapping[str, Any], lora: LoRAConfig | None, backend: str
 ) -> None:
-    """Raise ModelError or ConfigError if Megatron can't train the model of a `config.json`."""
-    is_decoder = unsupported_reason(hf) is None
+    """Raise ModelError or ConfigError if Megatron can't train the model of a `config.json`.
+
+    backend: The key `model.backend`.
+    """
+    is_decoder = backend != "transformers" and unsupported_reason(hf) is None
     shape = DecoderConfig.from_hf(hf) if is_decoder else _read_megatron_shape(hf)
     _check_megatron_shape(section, shape, lora)
 
@@ -83,15 +86,18 @@ def _find_megatron_shape(model: PolicyModel) -> DecoderConfig:
 
 def _read_megatron_shape(hf: Mapping[str, Any], *, reads_media: bool = False) -> DecoderConfig:
     """Return the shape of a `config.json`. Raises ModelError if Megatron has no layers for it."""
-    # The reason of a family of the built-in decoder; None: model.backend is transformers.
-    reason = unsupported_reason(hf) if hf.get("model_type") in FAMILIES else None
-    reason = "it reads media" if reads_media else reason or explain_missing_layers(hf)
+    remedy = "learner.kind=dtensor"
+    if reads_media:
+        reason = "it reads media"
+    elif hf.get("model_type") not in FAMILIES:
+        reason = explain_missing_layers(hf)
+    elif (reason := unsupported_reason(hf)) is None:
+        reason, remedy = "model.backend is transformers", "model.backend=auto"
     shape = None if reason else read_megatron_decoder(hf)
     if shape is None:
         raise ModelError(
             "learner.kind=megatron supports the families of Ratchet's own decoder and "
-            f"{', '.join(FAMILY_FACTS)}, but transformers runs this model: {reason}. Set "
-            "learner.kind=dtensor."
+            f"{', '.join(FAMILY_FACTS)}, but transformers runs this model: {reason}. Set {remedy}."
         )
     return shape
 

@@ -108,7 +108,7 @@ class TransformersStage(ModelStage):
             output = self._after.states
         # Kept states would keep their graph.
         self._before.states = self._after.states = None
-        return output[0]
+        return output[0].clone()  # FSDP warns of views
 
 
 def keep_stages(policy: TransformersPolicy, stages: Sequence[TransformersStage]) -> None:

@@ -75,6 +75,14 @@ class TransformersPolicy(PolicyModel):
         """
         super().__init__()
         self.model = model.eval()
+        # The tensors of files that are no parameters, such as biases of routers. They never change.
+        # All are kept, because a pipeline stage has only those of its layers.
+        parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._saved_buffers = {
+            name: tensor
+            for name, tensor in model.state_dict().items()
+            if name not in parameter_names
+        }
         self.backbone_path = self.find_backbone(model)
         self.head_name = _find_head_name(model)
         self.saved_config = saved_config or model.config
@@ -428,6 +436,8 @@ class TransformersPolicy(PolicyModel):
             weights = dict(self.canonical_weights())
         if weights is not None:
             options["state_dict"] = {
+                name: buffer.to("cpu", copy=True) for name, buffer in self._saved_buffers.items()
+            } | {
                 name: weight.to("cpu", self.model.dtype, copy=True)
                 for name, weight in weights.items()
             }

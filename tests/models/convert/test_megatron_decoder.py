@@ -69,9 +69,9 @@ def test_shapes_of_families_with_another_attention(written):
     oss = read_megatron_decoder(short)
     assert oss.sinks == SinkAttentionShape(128, (0, 2))
     assert (oss.head_dim, oss.rope["rope_type"], oss.rope["rope_theta"]) == (64, "yarn", 150000.0)
-    latent = read_megatron_decoder(
-        {**_hf(written("deepseek_v3")), "rope_parameters": YARN, "rope_theta": 5.0}
-    )
+    extended = {"rope_parameters": YARN, "rope_theta": 5.0, "original_max_position_embeddings": 16}
+    latent = read_megatron_decoder({**_hf(written("deepseek_v3")), **extended})
+    assert latent.rope["original_max_position_embeddings"] == 16
     assert (latent.head_dim, latent.rotary_dim, latent.shared_intermediate_size) == (12, 4, 48)
     scale = pytest.approx((0.1 * 0.5 * math.log(4) + 1) ** 2)
     assert latent.latent == LatentHeads(12, 16, 8, 6, True, scale)

@@ -289,6 +289,20 @@ def test_saved_with_the_configuration_it_came_with(reference, tmp_path, ragged):
         assert torch.equal(again.hidden(*ragged), policy.hidden(*ragged))
 
 
+def test_buffers_of_files_are_saved_with_given_weights(reference, tmp_path):
+    """The bias of a router is no parameter, so a learner's weights lack it."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    model = reference(
+        "glm4_moe", head_dim=8, first_k_dense_replace=1, moe_intermediate_size=12, **experts
+    )
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    model.get_buffer(name).copy_(torch.arange(4.0))
+    policy = TransformersPolicy(model)
+    policy.save(tmp_path, dict(policy.canonical_weights()))
+    saved = TransformersPolicy.load(tmp_path).model
+    assert torch.equal(saved.get_buffer(name), torch.arange(4.0))
+
+
 def test_what_a_learner_reads(reference):
     policy = TransformersPolicy(reference("gpt2", shape=GPT2))
     assert (policy.vocab_size, policy.hidden_size, policy.max_positions, policy.eos_ids) == (
