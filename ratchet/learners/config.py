@@ -62,8 +62,8 @@ class DistributedConfig(LearnerSection):
     provider: path of the class that loads models (`ratchet.learners.distributed.model_providers`).
     division_check: path of a function (section, model, lora) that raises if the ranks can't divide
       the model with its adapter.
-    config_check: path of such a function (section, config.json, lora), which `ratchet check` calls;
-      None: the model has to be loaded.
+    config_check: path of such a function (section, config.json, lora, model.backend), which
+      `ratchet check` calls; None: the model has to be loaded.
     data_parallel_keys: keys whose product is the number of data-parallel ranks. The last key is the
       number of shards; keys before it are numbers of replicas.
     """
@@ -96,6 +96,13 @@ class DistributedConfig(LearnerSection):
     @property
     def tensor_ranks(self) -> int:
         return self.tensor_parallel
+
+    def check_keys(self) -> None:
+        if self.pipeline_chunks > 1 and self.pipeline_parallel == 1:
+            raise ValueError(
+                f"pipeline_chunks={self.pipeline_chunks} divides the stages of a pipeline: set "
+                "pipeline_parallel too, or remove it"
+            )
 
     @property
     def pipeline_ranks(self) -> int:
@@ -135,6 +142,7 @@ class DTensorConfig(DistributedConfig):
     """Keep weights and optimizer state in host memory between uses."""
 
     def check_keys(self) -> None:
+        super().check_keys()
         if self.attention == "varlen" and self.context_parallel > 1:
             raise ValueError(
                 "attention=varlen has no effect with context_parallel, whose ranks attend to parts "

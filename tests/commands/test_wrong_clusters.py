@@ -117,7 +117,7 @@ REFUSED += [
     ),
     (
         f"{MEGATRON} learner.pipeline_chunks=2",
-        "learner.pipeline_chunks interleaves the stages of a pipeline: set",
+        "pipeline_chunks=2 divides the stages of a pipeline: set",
     ),
     (
         f"{MEGATRON} {EXPERTS} learner.data_parallel=3 learner.expert_parallel=3",

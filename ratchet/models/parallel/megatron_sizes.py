@@ -154,11 +154,6 @@ class MegatronSizes:
         shard.check(replace(shape, out_bias=False, mlp_bias=False))
         if isinstance(shape, MegatronDecoderConfig):
             self._check_family(shape)
-        if self.chunks > 1 and self.pipeline == 1:
-            raise ModelError(
-                "learner.pipeline_chunks interleaves the stages of a pipeline: set "
-                "learner.pipeline_parallel too"
-            )
         self._check_stage_layers(shape.n_layers)
         if shape.n_experts and self.tensor > 1 and not self.sequence:
             raise ModelError(

@@ -59,15 +59,13 @@ def test_dropout_before_divided_experts_is_refused(learner, recipe):
         load_config(recipe, [*spread, "lora.dropout=0.1"])
 
 
-def test_transformers_model_is_adapted_by_dtensor_and_refused_by_megatron(recipe):
+def test_transformers_model_is_adapted_by_dtensor(recipe):
     recipe.write_text(
         RECIPE.replace("preset: tiny", "path: some/model, backend: transformers").replace(
             "characters", "bytes"
         )
     )
     assert load_config(recipe, ["learner={kind: dtensor, dp_shard: 2}"]).stages[0].lora.rank == 4
-    with pytest.raises(ConfigError, match=r"set model\.backend=auto, or learner\.kind=dtensor"):
-        load_config(recipe, ["learner={kind: megatron, data_parallel: 2}"])
 
 
 STAGES = "stages: [{name: a, algorithm: {kind: sft}}, {name: b}]"
