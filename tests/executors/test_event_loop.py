@@ -125,3 +125,35 @@ event_loop.run_event_loop(main())
 raise SystemExit(3)
 """
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 3
+
+
+def test_a_task_that_a_cancelled_task_starts_ends_too(caplog):
+    ended = []
+
+    async def wait():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(asyncio.ensure_future(wait()) if not ended else None)
+
+    async def main():
+        tasks.append(asyncio.ensure_future(wait()))
+        await asyncio.sleep(0)
+
+    tasks = []
+    run_event_loop(main())
+    assert len(ended) == 2
+    assert caplog.messages == []
+
+
+def test_calls_go_on_after_a_thread_could_not_start(monkeypatch):
+    def fail(self):
+        raise RuntimeError("can't start new thread")
+
+    pool = AbandonableThreads(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="new thread"):
+            pool.submit(print)
+    assert pool.submit(lambda: 7).result(timeout=10) == 7
+    pool.shutdown()
