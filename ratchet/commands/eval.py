@@ -64,6 +64,7 @@ from ratchet.training.saved_weights import split_step
 from ratchet.training.stage import EnvSetup, Policy, StageSpec
 from ratchet.training.workers.judges import close_judges
 from ratchet.utils.object_store import fetch_directory, is_address
+from ratchet.utils.process_settings import keep_settings
 from ratchet.utils.safe_read import read_json
 from ratchet.utils.terminal_text import make_console
 
@@ -242,7 +243,8 @@ def _evaluate_model(path: Path, name: str, evaluation: EvaluationSettings) -> _R
         evaluator = make_stage_evaluator(target.policy, setup, algorithm, spec, roles, tasks)
     if evaluator is None:  # no task fits into the model
         raise ConfigError(NO_TASKS)
-    result = run_event_loop(_run_and_close(evaluator, setup, target.policy))
+    with keep_settings():
+        result = run_event_loop(_run_and_close(evaluator, setup, target.policy))
     sampling = make_eval_sampling(spec)
     generator = type(target.policy.generator).__name__
     if evaluation.step is not None:
@@ -334,7 +336,8 @@ def _play_messages(
         greedy=spec.evaluation.greedy,
         pass_threshold=spec.evaluation.pass_threshold,
     )
-    result = run_event_loop(_run_and_close(evaluator, setup, manager))
+    with keep_settings():
+        result = run_event_loop(_run_and_close(evaluator, setup, manager))
     (results,) = list_answer_results(result)
     report_failures(results)
     return add_metadata(results, target, model, evaluation, tasks, evaluator.sampling)

@@ -29,6 +29,7 @@ from ratchet.protocols import Reward
 from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.types import Cancelled, Failed, Message, Outcome, Task, Trajectory
 from ratchet.utils import safe_read
+from ratchet.utils.process_settings import keep_settings
 from ratchet.utils.terminal_text import make_console, shorten_text
 from ratchet.utils.user_code import UserCodeFailed, run_guarded
 
@@ -87,6 +88,7 @@ class Score:
         )
 
 
+@keep_settings()
 def score_file(
     path: str | Path, kind: str, overrides: Sequence[str], *, as_json: bool, workers: int
 ) -> None:

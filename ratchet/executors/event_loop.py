@@ -8,6 +8,7 @@ request without a timeout, of one reward or environment, would keep a run from e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -44,12 +45,13 @@ def run_event_loop(main: Coroutine[Any, Any, T]) -> T:
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> bool:
     """Cancel the tasks of a loop. Return True if all of them have ended in time."""
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    if not tasks:
-        return True
-    _, pending = loop.run_until_complete(asyncio.wait(tasks, timeout=END_S))
+    deadline = loop.time() + END_S
+    pending = asyncio.all_tasks(loop)
+    while pending and loop.time() < deadline:  # a cancelled task may start another
+        for task in pending:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(pending, timeout=deadline - loop.time()))
+        pending = asyncio.all_tasks(loop)
     if pending:
         log.warning(
             "%d tasks that catch their cancellation are left behind, such as %r. Let them raise "
@@ -109,7 +111,11 @@ class AbandonableThreads(ThreadPoolExecutor):
             if self._is_closed:
                 raise RuntimeError("cannot schedule new futures after shutdown")
             self._calls.append(call)
-            self._find_thread()
+            try:
+                self._find_thread()
+            except RuntimeError:  # the machine has no thread left
+                self._calls.remove(call)
+                raise
         return call
 
     def abandon(self, call: _Call) -> None:
@@ -118,7 +124,8 @@ class AbandonableThreads(ThreadPoolExecutor):
             if not call.is_abandoned and not call.done():
                 call.is_abandoned = True
                 self._n_free += 1
-                self._find_thread()
+                with contextlib.suppress(RuntimeError):  # other threads take the calls later
+                    self._find_thread()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more calls. With `wait`, wait up to END_S for those that run or wait."""
@@ -142,8 +149,8 @@ class AbandonableThreads(ThreadPoolExecutor):
         if self._n_idle >= len(self._calls):
             self._changed.notify()
         elif self._n_free:
-            self._n_free -= 1
             threading.Thread(target=self._work, name="asyncio", daemon=True).start()
+            self._n_free -= 1
 
     def _work(self) -> None:
         while (call := self._take()) is not None:

@@ -16,12 +16,16 @@ log = logging.getLogger(__name__)
 END_S = 2.0  # time for processes to end after SIGTERM
 POLL_S = 0.02
 MAX_NAMED = 10
-# Processes of libraries, which end with this process: of multiprocessing, PyTorch's compiler,
-# Weights & Biases, Ray, and the sandbox.
+# An environment variable of programs that end with this process, which has its number.
+OWNER = "RATCHET_OWNER"
+# What processes run that end with this one or by another's care: workers of Ratchet, the sandbox,
+# and processes of multiprocessing, PyTorch's compiler, Weights & Biases and Ray.
 HELPERS = re.compile(
-    r"multiprocessing\.(resource_tracker|forkserver)|compile_worker|wandb|\bray\b|raylet|"
-    r"inside\.launch"
+    r"ratchet\.processes\.child import|inside\.launch|"
+    r"^from multiprocessing\.(resource_tracker|forkserver) import|/compile_worker/|"
+    r"/wandb/bin/|^wandb$|^ray(::|\.)|/ray/(core|_private|dashboard|autoscaler)/"
 )
+OPTIONS_WITH_VALUE = ("-X", "-W")  # of Python
 
 
 @contextlib.contextmanager
@@ -90,7 +94,27 @@ def _is_over(process: psutil.Process) -> bool:
 
 
 def _is_helper(process: psutil.Process) -> bool:
-    return HELPERS.search(" ".join(process.cmdline())) is not None
+    if HELPERS.search(_get_program(process.cmdline())):
+        return True
+    with contextlib.suppress(psutil.AccessDenied):
+        return process.environ().get(OWNER) == str(os.getpid())
+    return False
+
+
+def _get_program(command: Sequence[str]) -> str:
+    """Return the program of a command line; for Python, its script, its module or its code."""
+    program = next(iter(command), "")
+    if not os.path.basename(program).startswith("python"):
+        return program
+    arguments = iter(command[1:])
+    for argument in arguments:
+        if argument in ("-c", "-m"):
+            return next(arguments, "")
+        if argument in OPTIONS_WITH_VALUE:
+            next(arguments, "")
+        elif not argument.startswith("-"):
+            return argument
+    return program
 
 
 def _describe(processes: Sequence[psutil.Process]) -> str:

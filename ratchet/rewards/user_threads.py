@@ -1,8 +1,9 @@
 """Call plain functions of users in threads, so that they do not hold up the event loop.
 
 The executor of `asyncio.to_thread` would have two faults here. It has few threads, so that on a
-small machine a call waits for one while its time limit runs. And it waits for its threads at the
-end of the event loop, so that a call that hangs would hold up the end of the run.
+small machine a call waits for one while its time limit runs. And under plain `asyncio.run`, as in a
+caller's own program, it is waited for at the end of the event loop, so that a call that hangs would
+hold up that end.
 """
 
 from __future__ import annotations

@@ -52,7 +52,12 @@ from ratchet.training.stage_from_config import build_reward, choose_eval_rewards
 from ratchet.training.workers.judges import check_judge_files, read_context
 from ratchet.types import Failed, Message, Outcome, Split, Task, Trajectory
 from ratchet.utils.object_store import is_address
-from ratchet.utils.user_code import UserCodeFailed, is_user_error, run_guarded
+from ratchet.utils.user_code import (
+    UserCodeFailed,
+    is_user_error,
+    leave_when_cancelled,
+    run_guarded,
+)
 from ratchet.utils.user_frames import describe_user_error
 
 RESET_TIMEOUT_S = 60.0
@@ -361,17 +366,33 @@ class _StageCheck:
     ) -> None:
         """Reset a copy of the environment to the task, and judge the task's demonstration."""
         player_environment = copy.copy(environment)
-        messages = run_event_loop(_reset(player_environment, task))
+        messages = run_event_loop(self._reset(player_environment, task))
         if self.stage.rollouts.history_window is not None and player_environment.raw_observations:
             raise ConfigError(
                 "raw observations extend the tokens of the turns before them, and "
                 "rollouts.history_window drops these: remove rollouts.history_window"
             )
         if self.renderer is not None:
+            if environment.has_tools:
+                self.renderer.check_tool_calls()
             tokens = get_task_renderer(self.renderer, task).prompt(list(messages))
             self.report.opened.append(f"{self.stage.name}: a prompt has {len(tokens):,} tokens")
         if rewards:
             self._judge(environment, task, rewards, "rewards")
+
+    async def _reset(self, environment: Environment, task: Task) -> Sequence[Message]:
+        """Reset an environment and close it. An error of its `close` is a further problem."""
+        try:
+            return await asyncio.wait_for(
+                leave_when_cancelled(reset_environment(environment, task)), RESET_TIMEOUT_S
+            )
+        except TimeoutError:
+            raise ConfigError(
+                f"{type(environment).__name__}.reset returned nothing within {RESET_TIMEOUT_S:g} s"
+            ) from None
+        finally:
+            with self.report.section(f"stages.{self.stage.name}"):
+                await close_environment(environment)
 
     def _judge(
         self, environment: Environment, task: Task, sections: Sequence[Section], key: str
@@ -417,19 +438,11 @@ class _StageCheck:
         return TextRenderer(self.renderer, max_context=sys.maxsize).row(task, answer)
 
 
-async def _reset(environment: Environment, task: Task) -> Sequence[Message]:
-    try:
-        return await asyncio.wait_for(reset_environment(environment, task), RESET_TIMEOUT_S)
-    except TimeoutError:
-        raise ConfigError(
-            f"{type(environment).__name__}.reset returned nothing within {RESET_TIMEOUT_S:g} s"
-        ) from None
-
-
 async def _score(reward: Reward, trajectory: Trajectory, task: Task) -> Outcome:
     try:
         (outcome,) = await asyncio.wait_for(
-            run_guarded(lambda: reward.score([trajectory], task)), JUDGE_TIMEOUT_S
+            leave_when_cancelled(run_guarded(lambda: reward.score([trajectory], task))),
+            JUDGE_TIMEOUT_S,
         )
     except TimeoutError:
         raise ConfigError(

@@ -27,6 +27,7 @@ from ratchet.training.from_config import (
 from ratchet.training.run import StageRun
 from ratchet.training.stage import EnvSetup, Policy, StageSpec, WorkerRolloutSpec
 from ratchet.types import Sampling
+from ratchet.utils.process_settings import restore_settings
 
 
 def build_env_setup(
@@ -144,10 +145,13 @@ def build_run(
         directory=directory,
         adapter=build_adapter(config, index, directory),
     )
+    setup = build_env_setup(stage, environment, judges=judges)
+    algorithm = build(stage.algorithm)
+    restore_settings()  # modules and constructors of the recipe's own may have changed them
     return make_run(
         policy,
-        build_env_setup(stage, environment, judges=judges),
-        build(stage.algorithm),
+        setup,
+        algorithm,
         spec,
         save_every=stage.checkpoint.every,
         **run_fields,

@@ -35,6 +35,7 @@ from ratchet.training.saved_weights import (
     find_start,
 )
 from ratchet.training.session import DISK_ERRORS, TrainingSession
+from ratchet.utils.process_settings import keep_settings
 
 
 def start_run(
@@ -72,17 +73,18 @@ def start_run(
     torchrun_rank = TorchrunRank.from_environment()
     if torchrun_rank is not None and torchrun_rank.rank:
         return serve_rank(torchrun_rank)
-    unfrozen, saved = _load_recipe(recipe, overrides, start_from, with_optimizer=with_optimizer)
-    if saved is not None:
-        notes.append(f"starts from the weights of {saved.path}")
-    if try_steps is not None:
-        unfrozen, clip_notes = shorten(unfrozen, try_steps)
-        notes += clip_notes
-    # Check before the run directory exists, so that a failed start leaves none.
-    report = run_preflight(unfrozen, scan=False)
-    report.raise_problems()
-    notes += report.warnings
-    resolved_recipe = resolve_passes(unfrozen)
+    with keep_settings():  # the recipe's own modules are imported, and their rewards called
+        unfrozen, saved = _load_recipe(recipe, overrides, start_from, with_optimizer=with_optimizer)
+        if saved is not None:
+            notes.append(f"starts from the weights of {saved.path}")
+        if try_steps is not None:
+            unfrozen, clip_notes = shorten(unfrozen, try_steps)
+            notes += clip_notes
+        # Check before the run directory exists, so that a failed start leaves none.
+        report = run_preflight(unfrozen, scan=False)
+        report.raise_problems()
+        notes += report.warnings
+        resolved_recipe = resolve_passes(unfrozen)
     config = freeze(resolved_recipe.config, notes)
     directory, store, mirror = _open_new_run(
         run_dir or config.run_dir or find_free_run_dir(config.name), notes
@@ -195,7 +197,8 @@ def resume_run(
     with directory.locked():
         if mirror is not None:
             mirror.resume()
-        resolved_recipe, notes = _change_recipe(place, directory, store, overrides)
+        with keep_settings():  # the recipe's own modules are imported
+            resolved_recipe, notes = _change_recipe(place, directory, store, overrides)
         config = resolved_recipe.config
         if mirror is not None:
             mirror.begin()

@@ -63,12 +63,13 @@ _kept: _KeptSettings | None = None
 
 @contextlib.contextmanager
 def keep_settings() -> Generator[None]:
-    """Let `restore_settings` restore the settings of now, within the context."""
+    """Restore the settings of now at the context's end, and within it by `restore_settings`."""
     global _kept
     outer, _kept = _kept, _KeptSettings()
     try:
         yield
     finally:
+        restore_settings()
         _kept = outer
 
 

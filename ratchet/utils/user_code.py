@@ -193,6 +193,9 @@ class _UserCoroutine(Coroutine[Any, Any, T]):
     def __await__(self) -> Generator[Any, Any, T]:
         return self._coroutine.__await__()
 
+    def __repr__(self) -> str:
+        return repr(self._coroutine)
+
     # asyncio, anyio and inspect read cr_running, __qualname__ and others.
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_coroutine"), name)
@@ -264,9 +267,12 @@ async def leave_when_cancelled(work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait({task})
     except asyncio.CancelledError:
         task.cancel()
-        await asyncio.wait({task}, timeout=STOP_S)
+        try:
+            await asyncio.wait({task}, timeout=STOP_S)
+        finally:  # it may be cancelled again
+            if not task.done():
+                _LEFT_BEHIND.add(task)
         if not task.done():
-            _LEFT_BEHIND.add(task)
             log.warning(
                 "code that catches its cancellation is left behind: %r. Let it raise "
                 "asyncio.CancelledError",

@@ -1,6 +1,7 @@
 """Event loops that end although user code left tasks and threads that do not."""
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import threading
@@ -125,3 +126,43 @@ event_loop.run_event_loop(main())
 raise SystemExit(3)
 """
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 3
+
+
+def test_a_task_that_a_cancelled_task_starts_is_left_behind(monkeypatch, caplog):
+    monkeypatch.setattr(event_loop, "END_S", 0.01)
+    tasks = []
+
+    async def stay():
+        loop = asyncio.get_running_loop()
+        end = loop.time() + 1
+        while loop.time() < end:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(end - loop.time())
+
+    async def start_another():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            tasks.append(asyncio.ensure_future(stay()))
+
+    async def main():
+        tasks.append(asyncio.ensure_future(start_another()))
+        await asyncio.sleep(0)
+
+    run_event_loop(main())
+    assert "1 tasks that catch their cancellation are left behind" in caplog.text
+    assert tasks[0].cancelled()
+    tasks[1].get_coro().close()
+
+
+def test_calls_go_on_after_a_thread_could_not_start(monkeypatch):
+    def fail(self):
+        raise RuntimeError("can't start new thread")
+
+    pool = AbandonableThreads(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="new thread"):
+            pool.submit(print)
+    assert pool.submit(lambda: 7).result(timeout=10) == 7
+    pool.shutdown()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import subprocess
 import sys
 
-from ratchet.processes.left_processes import end_left_processes
+import pytest
+
+from ratchet.processes.left_processes import OWNER, end_left_processes
+from ratchet.rewards.process_pool.pool import RewardWorkers
 
 
 def start(stack: contextlib.ExitStack, *command: str, detached: bool = False) -> int:
@@ -43,3 +47,24 @@ def test_helpers_of_libraries_stay(caplog):
             pid = start(stack, sys.executable, "-S", "-c", helper)
         assert os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
         assert caplog.messages == []
+
+
+@pytest.mark.medium
+def test_workers_of_ratchet_and_programs_that_name_it_their_owner_stay(caplog):
+    with contextlib.ExitStack() as stack:
+        with end_left_processes():
+            numbers = RewardWorkers("operator:add", cpu_s=10)
+            assert asyncio.run(numbers.call(2, 3)) == 5
+            owned = subprocess.Popen(
+                ("sleep", "600"), env={OWNER: str(os.getpid())}, start_new_session=True
+            )
+            stack.callback(owned.wait)
+            stack.callback(owned.kill)
+        assert caplog.messages == []
+
+
+def test_a_word_of_the_command_line_makes_no_helper(caplog):
+    with contextlib.ExitStack() as stack, end_left_processes():
+        start(stack, "sh", "-c", "sleep 600; true", "/home/ray/wandb", detached=True)
+        start(stack, sys.executable, "-c", "import time; time.sleep(600)", "raylet")
+    assert len(caplog.messages) == 2

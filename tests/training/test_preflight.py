@@ -1,8 +1,10 @@
 """`ratchet check`, and the start of a run, open what a recipe names."""
 
+import asyncio
 import json
 import re
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,15 @@ from ratchet.cli.errors import WRONG_INPUT
 from ratchet.config.loader import load_config
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.errors import ConfigError, RatchetError
+from ratchet.executors.event_loop import run_event_loop
 from ratchet.models.load import init_policy
+from ratchet.protocols import Reward
+from ratchet.testing import answered
 from ratchet.training.from_config import build_policy, get_adapter_base_dir
-from ratchet.training.preflight import run_preflight
+from ratchet.training.preflight import _score, run_preflight
 from ratchet.training.stage_from_config import build_run
 from ratchet.training.start import start_run
+from ratchet.types import Task
 from ratchet.utils.user_frames import describe_user_error
 
 BASE = {
@@ -325,16 +331,35 @@ def test_an_environment_that_exits_is_a_problem(folder, where):
             "async def close(self): await asyncio.Event().wait()",
             r"^stages\.grpo: Odd\.close has not ended after 0\.02 s",
         ),
+        (
+            "stubborn_close",
+            "async def close(self): await wait()",
+            r"^stages\.grpo: Odd\.close has not ended after 0\.02 s",
+        ),
+        (
+            "stubborn_reset",
+            "async def reset(self, task): await wait()",
+            r"^Odd\.reset returned nothing within 0\.02 s",
+        ),
     ],
 )
 def test_odd_methods_of_an_environment_are_problems(folder, monkeypatch, method, body, message):
     monkeypatch.setattr("ratchet.experience.rollout.environment_answers.CLOSE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("ratchet.training.preflight.RESET_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("ratchet.utils.user_code.STOP_S", 0.01)
+    monkeypatch.setattr("ratchet.executors.event_loop.END_S", 0.01)
     module = f"odd_{method}"  # of its own: modules stay loaded
     (folder / f"{module}.py").write_text(
         textwrap.dedent(
             f"""
             import asyncio
+            from contextlib import suppress
             from ratchet.environments.toy.arithmetic import Arithmetic, ArithmeticConfig
+
+            async def wait():
+                while True:
+                    with suppress(asyncio.CancelledError):
+                        await asyncio.Event().wait()
 
             class Config(ArithmeticConfig):
                 builds = "{module}:Odd"
@@ -349,6 +374,62 @@ def test_odd_methods_of_an_environment_are_problems(folder, monkeypatch, method,
     )
     with pytest.raises(ConfigError, match=message):
         report.raise_problems()
+
+
+def test_a_reward_that_catches_its_cancellation_is_left(monkeypatch):
+    monkeypatch.setattr("ratchet.training.preflight.JUDGE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("ratchet.utils.user_code.STOP_S", 0.01)
+    monkeypatch.setattr("ratchet.executors.event_loop.END_S", 0.01)
+
+    class Stubborn(Reward):
+        async def score(self, trajectories, task):
+            while True:
+                with suppress(asyncio.CancelledError):
+                    await asyncio.Event().wait()
+
+    task = Task("1", ())
+    with pytest.raises(ConfigError, match=r"Stubborn\.score returned nothing within 0\.02 s"):
+        run_event_loop(_score(Stubborn(), answered(task, "1"), task))
+
+
+def test_every_environment_that_is_reset_is_closed(folder):
+    (folder / "counted.py").write_text(
+        textwrap.dedent(
+            """
+            from ratchet.environments.toy.arithmetic import Arithmetic, ArithmeticConfig
+
+            class Config(ArithmeticConfig):
+                builds = "counted:Counted"
+
+            OPEN = []
+
+            class Counted(Arithmetic):
+                async def reset(self, task):
+                    OPEN.append(self)
+                    return await super().reset(task)
+
+                async def close(self):
+                    if self in OPEN:
+                        OPEN.remove(self)
+            """
+        )
+    )
+    run_preflight(load(folder, algorithm={"kind": "grpo"}, environment={"kind": "counted:Config"}))
+    import counted  # pyright: ignore[reportMissingImports]
+
+    assert counted.OPEN == []
+
+
+def test_tool_calls_that_can_not_be_read_are_a_problem(folder):
+    environment = {
+        "kind": "tool_use",
+        "problems": {"kind": "arithmetic"},
+        "tools": [{"kind": "calculator"}],
+    }
+    algorithm, tokenizer = {"kind": "grpo"}, {"kind": "characters"}
+    config = load(folder, algorithm=algorithm, environment=environment, tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match="tool_format"):
+        run_preflight(config).raise_problems()
 
 
 def test_raw_observations_need_the_turns_that_a_window_drops(folder):

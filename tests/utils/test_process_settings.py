@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from ratchet.rewards.base import FunctionReward
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.testing import answered
+from ratchet.training.start import resume_run, start_run
 from ratchet.types import Message, Scored, Task
 from ratchet.utils.process_settings import keep_settings, restore_settings
 
@@ -39,6 +41,18 @@ CHANGES = {
     ),
     "os.chdir": (os.getcwd, os.chdir, "/"),
 }
+
+RECIPE = """
+model: {preset: tiny}
+tokenizer: {kind: characters}
+environment: {kind: arithmetic, digits: 1}
+algorithm: {kind: grpo, group_size: 2}
+rewards: [{kind: "changing_judge:judge"}]
+sampling: {max_new_tokens: 4}
+steps: 1
+batch_size: 2
+evaluation: {tasks: 0}
+"""
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -84,3 +98,35 @@ def test_settings_of_other_threads_are_theirs():
         assert not torch.is_grad_enabled()
         restore_settings()
     assert torch.is_grad_enabled()
+
+
+USER_CODE = """
+import os
+import torch
+
+def change():
+    os.chdir("/")
+    torch.set_default_dtype(torch.float64)
+
+def judge(trajectory, task):
+    change()
+    return float(len(trajectory.messages[-1].text) % 2)
+
+change()
+"""
+
+
+@pytest.mark.medium
+def test_what_changes_before_the_first_step_is_set_back(tmp_path: Path, monkeypatch):
+    """The recipe's modules are imported, and its rewards called, before the session begins."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "changing_judge.py").write_text(USER_CODE)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    with keep_settings():
+        assert start_run("recipe.yaml", [], "run", command="train") == 0
+        assert Path.cwd() == tmp_path
+        del sys.modules["changing_judge"]
+        assert resume_run("run", ["steps=2"], command="train") == 0
+        assert Path.cwd() == tmp_path
+        assert torch.get_default_dtype() is torch.float32

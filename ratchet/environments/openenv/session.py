@@ -158,9 +158,17 @@ def _make_error(url: str, kind: str, content: Mapping[str, Any]) -> OpenEnvError
         listed = content.get("errors")
         errors = [e for e in (listed if isinstance(listed, list) else ()) if isinstance(e, dict)]
         reasons = "; ".join(str(error.get("msg")) for error in errors)[:500]
-        lacks_fields = any(error.get("type") in FIELD_ERRORS for error in errors)
+        lacks_fields = any(
+            error.get("type") in FIELD_ERRORS and not _is_inside_field(error.get("loc"))
+            for error in errors
+        )
         return InvalidAction(text, reasons or "it does not fit the schema", lacks_fields)
     return OpenEnvError(text)
+
+
+def _is_inside_field(location: object) -> bool:
+    """True if an error lies inside the value of a field, which the policy wrote."""
+    return isinstance(location, list) and len(location) > 1
 
 
 async def open_episode(

@@ -22,6 +22,7 @@ from pydantic import Field, ValidationError
 
 from ratchet.environments.tool_use.base import ToolConfig, ToolError, ToolUnavailable
 from ratchet.errors import ConfigError, MissingDependency
+from ratchet.processes.left_processes import OWNER
 from ratchet.types import Part
 
 # Longest wait for the servers' ends when the process exits. The client asks a server to end, and
@@ -222,7 +223,7 @@ async def _keep_connection(config: MCPConfig, state: _State) -> None:
 
     command, *arguments = config.command
     parameters = StdioServerParameters(
-        command=command, args=arguments, env=dict(config.env) or None
+        command=command, args=arguments, env={**config.env, OWNER: str(os.getpid())}
     )
     # The client kills its server if the scope is cancelled, at whatever point it is.
     with open(os.devnull, "w", encoding="utf-8") as discarded, anyio.CancelScope() as scope:

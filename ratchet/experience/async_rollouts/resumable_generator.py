@@ -78,10 +78,10 @@ class ResumableGenerator(GeneratorWrapper):
         self.inner.abort()
         try:
             async with asyncio.timeout(INTERRUPT_TIMEOUT_S):
-                await _run_event_loop()
+                await _let_tasks_continue()
                 while len(self._waiting) < count_playing():
                     await asyncio.sleep(POLL_S)
-                    await _run_event_loop()
+                    await _let_tasks_continue()
         except TimeoutError:
             log.warning(
                 "%d attempts are still busy in an environment or a reward after %g s",
@@ -107,7 +107,7 @@ class ResumableGenerator(GeneratorWrapper):
             del self._waiting[key]
 
 
-async def _run_event_loop() -> None:
+async def _let_tasks_continue() -> None:
     """Let the event loop run until all tasks that awaited a finished request have continued."""
     for _ in range(EVENT_LOOP_ITERATIONS):
         await asyncio.sleep(0)

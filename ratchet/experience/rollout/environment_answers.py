@@ -15,7 +15,13 @@ from ratchet.data.chat.renderer import Tools
 from ratchet.errors import TrainingError
 from ratchet.protocols import Environment, Step
 from ratchet.types import Group, Message, Part, Task, is_finite_number
-from ratchet.utils.user_code import UserCodeFailed, await_method, is_user_error, run_guarded
+from ratchet.utils.user_code import (
+    UserCodeFailed,
+    await_method,
+    is_user_error,
+    leave_when_cancelled,
+    run_guarded,
+)
 
 T = TypeVar("T")
 # Metrics that `EpisodeState` counts for an attempt.
@@ -71,7 +77,8 @@ async def close_environment(environment: Environment) -> None:
     """
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await run_guarded(lambda: await_method(environment.close(), environment, "close"))
+            closing = run_guarded(lambda: await_method(environment.close(), environment, "close"))
+            await leave_when_cancelled(closing)
     except TimeoutError:
         raise UserCodeFailed(
             f"{type(environment).__name__}.close has not ended after {CLOSE_TIMEOUT_S:g} s"

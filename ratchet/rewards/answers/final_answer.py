@@ -109,7 +109,11 @@ UNITS = {
     for name in names.split()
     for plural in (("", "s") if len(name) > 3 or name == "day" else ("",))
 }
-SUFFIX = re.compile(rf"(?<=[\d\s{{])((?i:[ap]\.?m|{'|'.join(UNITS)})|{SCALE})$")
+PER = re.compile(r"/|\sper\s")
+SUFFIX = re.compile(
+    rf"(?<=[\d\s{{])((?i:[ap]\.?m|(?:(?:{'|'.join(UNITS)})(?:{PER.pattern}))?"
+    rf"(?:{'|'.join(UNITS)}))|{SCALE})$"
+)
 # A unit at the end, as in 5\text{ cm}^2, 5 km/h and 5 miles per hour.
 UNIT = re.compile(
     r"(?<=[0-9}])(?:\\[,;: ]|[~\s])*(?:"
@@ -201,11 +205,13 @@ def name_different_variables(a: str, b: str) -> bool:
 def end_with_different_suffixes(a: str, b: str) -> bool:
     """True if both answers end with AM or PM, a word of scale or a unit, and these differ.
 
-    So "9 AM" is not "9 PM", and "5 cm" is not "5 m", which algebra takes for equal.
+    So "9 AM" is not "9 PM", and "5 cm" is neither "5 m" nor "5 cm/s", which algebra takes for
+    equal.
     """
     matches = [SUFFIX.search(text.strip(" .}$")) for text in (a, b)]
     suffixes = [match[1].casefold().replace(".", "") for match in matches if match]
-    return len({UNITS.get(suffix, suffix) for suffix in suffixes}) == 2
+    units = {tuple(UNITS.get(part, part) for part in PER.split(suffix)) for suffix in suffixes}
+    return len(units) == 2
 
 
 def _split_name(latex: str) -> tuple[str, str]:

@@ -103,7 +103,8 @@ class StubServer:
                     fault = {"error_type": "invalid_args", "message": "no number"}
                     await self._observe(connection, total, error=fault)
                 elif not str(word).isdigit():
-                    errors = {"odd": ["x"], "none": 3}.get(
+                    inner = {"type": "missing", "msg": "Field required", "loc": ["text", "x"]}
+                    errors = {"odd": ["x"], "none": 3, "inner": [inner]}.get(
                         word, [{"msg": "Input should be a number"}]
                     )
                     await self._send(connection, "error", code="VALIDATION_ERROR", message="no",

@@ -122,10 +122,12 @@ def test_a_late_second_answer_is_not_the_last_one(server):
 
 
 def test_odd_reasons_and_tools_of_a_server_are_read_or_refused(server):
-    _, steps = asyncio.run(play(make(server), say("odd"), say("none")))
+    _, steps = asyncio.run(play(make(server), say("odd"), say("none"), say("inner")))
     assert [step.messages[0].text for step in steps] == [
-        "invalid action: it does not fit the schema"
-    ] * 2
+        "invalid action: it does not fit the schema",
+        "invalid action: it does not fit the schema",
+        "invalid action: Field required",  # inside a value that the policy wrote
+    ]
     for tools in (5, "abc", [{"title": "add"}], None):
         server.tools = tools
         with pytest.raises(OpenEnvError, match="answered list_tools with no list of tools"):
