@@ -96,8 +96,7 @@ def to_future_error(error: BaseException) -> BaseException:
     return replacement
 
 
-@contextlib.contextmanager
-def guard_process(code: str) -> Generator[None]:
+class guard_process:
     """Protect the process from user code that runs within the context.
 
     Settings of the process that it changes are restored (`restore_settings`). A process that it
@@ -107,13 +106,20 @@ def guard_process(code: str) -> Generator[None]:
     Args:
         code: The name of the user code, for the message.
     """
-    owner = os.getpid()
-    try:
-        yield
-    finally:
-        if os.getpid() != owner:
-            _end_forked_copy(code)
-        restore_settings(code)
+
+    __slots__ = ("code", "owner")
+
+    def __init__(self, code: str) -> None:
+        self.code = code
+        self.owner = os.getpid()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        if os.getpid() != self.owner:
+            _end_forked_copy(self.code)
+        restore_settings(self.code)
 
 
 def _end_forked_copy(code: str) -> NoReturn:
