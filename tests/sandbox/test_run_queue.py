@@ -16,7 +16,6 @@ import pytest
 from ratchet.sandbox import Limits, LocalSandbox, Reason, SandboxError
 from ratchet.sandbox.fork_server_client import RunOutputs, make_result
 from ratchet.sandbox.inside import run_queue, zygote
-from ratchet.sandbox.inside.child import Request
 from ratchet.sandbox.inside.run_queue import RunQueueClock
 
 LIMITS = Limits(wall_s=2)
@@ -79,7 +78,7 @@ def test_a_program_that_gets_no_core_is_not_judged(tmp_path, proc, monkeypatch, 
     monkeypatch.setattr(run_queue.time, "monotonic", lambda: now)
     monkeypatch.setattr(zygote.select, "poll", Idle)
     monkeypatch.setattr(zygote, "measure_resident_kib", lambda proc, pids: 0)
-    request = Request(0.1, 2, 512, 16, 8 if can_fork else 1, 32, False, False)
+    request = zygote.Request(0.1, 2, 512, 16, 8 if can_fork else 1, 32, False, False)
     with socket.socket() as channel:
         stopped = zygote.wait_for_child(
             channel, 0, 0, request, proc if can_fork else None, RunQueueClock(proc, 0.0), 2

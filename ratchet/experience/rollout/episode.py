@@ -94,9 +94,10 @@ class EpisodePlayer:
         try:
             player = replace(self, renderer=get_task_renderer(self.renderer, task))
             async with limit:
-                outcome = await leave_when_cancelled(
-                    player._play_to_end(state, prompt_cache or PromptCache())
-                )
+                turns = player._play_turns(state, prompt_cache or PromptCache())
+                outcome = await (turns if self.timeout_s is None else leave_when_cancelled(turns))
+                if isinstance(outcome, Truncated):
+                    await player._reward_cut_attempt(state)
         except TimeoutError:
             # If the limit has not expired, the generator raised this error.
             if not limit.expired():
@@ -113,13 +114,6 @@ class EpisodePlayer:
         except DataError as error:
             outcome = Failed("data", f"{task.label}, {state.last_rendered}:\n{error}")
         return state.trajectories(attempt, outcome)
-
-    async def _play_to_end(self, state: EpisodeState, prompt_cache: PromptCache) -> Outcome | None:
-        """Like `_play_turns`, with the environment's reward for an attempt that is cut off."""
-        outcome = await self._play_turns(state, prompt_cache)
-        if isinstance(outcome, Truncated):
-            await self._reward_cut_attempt(state)
-        return outcome
 
     async def _play_turns(self, state: EpisodeState, prompt_cache: PromptCache) -> Outcome | None:
         """Play turns until the attempt ends. Return its outcome; None if it ended normally."""

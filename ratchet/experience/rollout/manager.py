@@ -307,7 +307,9 @@ class RolloutManager:
                 waits = waiting("attempts", "score", f"reward {name}", self.judge_timeout_s)
                 with waits, span(REWARD_TRACK, name) as reward_span:
                     judging = judge_attempts(reward, candidates, task)
-                    outcomes = await leave_when_cancelled(judging)
+                    outcomes = await (
+                        judging if self.judge_timeout_s is None else leave_when_cancelled(judging)
+                    )
                     if reward_span is not None:
                         reward_span.attributes = {"rl.reward.values": _list_rewards(outcomes)}
                     return outcomes
