@@ -65,6 +65,6 @@ def test_workers_of_ratchet_and_programs_that_name_it_their_owner_stay(caplog):
 
 def test_a_word_of_the_command_line_makes_no_helper(caplog):
     with contextlib.ExitStack() as stack, end_left_processes():
-        start(stack, "sh", "-c", "sleep 600; true", "/home/ray/wandb", detached=True)
+        start(stack, "sh", "-c", "sleep 600; true", "/srv/ray/wandb", detached=True)
         start(stack, sys.executable, "-c", "import time; time.sleep(600)", "raylet")
     assert len(caplog.messages) == 2
