@@ -3,8 +3,8 @@ pyproject.toml allows: `python .ci/versions.py lowest|newest [arguments of pytes
 
 "lowest" pins each base dependency at its floor; "newest" pins nothing. torch is the one of
 constraints.txt in both, since another would bring gigabytes of CUDA to a CPU machine: its floor is
-not tried. Extras are as new as the rest allows; those that few tests need are left out, and their
-tests skip. The environment is build/versions/NAME, made anew by each call.
+not tried. Extras are those of the developer's environment, as new as the rest allows. The
+environment is build/versions/NAME, made anew by each call.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = "audio,data,envs,lora,proxy,rewards,tensorboard,tools,vision"
-# What the test modules import, at the versions of constraints.txt.
+EXTRAS = re.compile(r"ratchet-rl\[(.+)\]")
+# What runs the tests, at the versions of constraints.txt, and what the test modules import besides.
 TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis")
+TEST_IMPORTS = ("httpx", "jsonschema", "openai", "scipy")
 FLOOR = re.compile(r"([\w.-]+)>=([\w.]+)")
 
 
@@ -28,6 +29,13 @@ def read_floors(pyproject: str) -> dict[str, str]:
     """Return the lowest version of each base dependency that has a floor."""
     dependencies = tomllib.loads(pyproject)["project"]["dependencies"]
     return dict(match.groups() for line in dependencies if (match := FLOOR.match(line)))
+
+
+def read_extras(pyproject: str) -> str:
+    """Return the extras of the developer's environment, separated by commas."""
+    lines = tomllib.loads(pyproject)["project"]["optional-dependencies"]["dev"]
+    (extras,) = filter(None, map(EXTRAS.fullmatch, lines))
+    return extras[1]
 
 
 def make_constraints(which: str) -> list[str]:
@@ -54,7 +62,8 @@ def main(which: str, arguments: list[str]) -> int:
     constraints.write_text("\n".join(make_constraints(which)) + "\n")
     print(f"{which}: {', '.join(constraints.read_text().split())}", flush=True)
     print("torch's floor is not tried: it is the version of constraints.txt", flush=True)
-    wanted = [f"{wheel}[{EXTRAS}]", *TEST_TOOLS, "jsonschema", "scipy"]
+    extras = read_extras((ROOT / "pyproject.toml").read_text())
+    wanted = [f"{wheel}[{extras}]", *TEST_TOOLS, *TEST_IMPORTS]
     subprocess.run([*install, "-c", constraints, *wanted], check=True)
     # Without it `python -m` in the repository would import the tree in place of the wheel.
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "CI": ""}

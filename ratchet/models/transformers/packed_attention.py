@@ -24,7 +24,6 @@ from transformers.masking_utils import (
 )
 
 from ratchet.models.decoder import AttentionFn
-from ratchet.utils.user_code import get_qualified_name
 
 # The name of this attention in transformers' configurations.
 NAME = "ratchet_packed"
@@ -61,17 +60,22 @@ def make_mask(**arguments: Any) -> Tensor | None:
 def _is_causal_and_packed(mask_function: Any) -> bool:
     """True if a token sees exactly the earlier tokens of its own sequence.
 
-    transformers combines the functions of a mask in a closure.
+    transformers combines the functions of a mask in closures. From 5.24 on it gives the causal one
+    the positions in the sequence, which have the same order.
     """
-    cells = mask_function.__closure__ if inspect.isfunction(mask_function) else None
-    combined = [cell.cell_contents for cell in cells or ()]
-    if len(combined) != 1 or not isinstance(combined[0], tuple) or len(combined[0]) != 2:
+    combined = next(iter(_list_closure(mask_function, "and_masks")), ())
+    if len(combined) != 2:
         return False
-    is_intersection = mask_function.__qualname__.startswith("and_masks.")
-    causal, packed = combined[0]
-    packed_name = f"{packed_sequence_mask_function.__qualname__}."
-    is_packed = get_qualified_name(packed).startswith(packed_name)
-    return is_intersection and causal is causal_mask_function and is_packed
+    causal, packed = combined
+    functions = [causal, *_list_closure(causal, "remap_positions_for_packed_sequence")]
+    is_causal = any(function is causal_mask_function for function in functions)
+    return is_causal and bool(_list_closure(packed, packed_sequence_mask_function.__name__))
+
+
+def _list_closure(function: Any, maker: str) -> list[Any]:
+    """Return what the inner function of a function `maker` refers to; [] for any other function."""
+    is_made = inspect.isfunction(function) and function.__qualname__.startswith(f"{maker}.")
+    return [cell.cell_contents for cell in function.__closure__ or ()] if is_made else []
 
 
 def attend(
