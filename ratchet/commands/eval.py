@@ -243,8 +243,7 @@ def _evaluate_model(path: Path, name: str, evaluation: EvaluationSettings) -> _R
         evaluator = make_stage_evaluator(target.policy, setup, algorithm, spec, roles, tasks)
     if evaluator is None:  # no task fits into the model
         raise ConfigError(NO_TASKS)
-    with keep_settings():
-        result = run_event_loop(_run_and_close(evaluator, setup, target.policy))
+    result = run_event_loop(_run_and_close(evaluator, setup, target.policy))
     sampling = make_eval_sampling(spec)
     generator = type(target.policy.generator).__name__
     if evaluation.step is not None:
@@ -336,8 +335,7 @@ def _play_messages(
         greedy=spec.evaluation.greedy,
         pass_threshold=spec.evaluation.pass_threshold,
     )
-    with keep_settings():
-        result = run_event_loop(_run_and_close(evaluator, setup, manager))
+    result = run_event_loop(_run_and_close(evaluator, setup, manager))
     (results,) = list_answer_results(result)
     report_failures(results)
     return add_metadata(results, target, model, evaluation, tasks, evaluator.sampling)
@@ -348,7 +346,7 @@ async def _run_and_close(
 ) -> EvaluationResult:
     """Run an evaluation with a bar of what is done, and close its judges and its player."""
     try:
-        with show_bar("evaluated", evaluator.count) as advance:
+        with keep_settings(), show_bar("evaluated", evaluator.count) as advance:
             return await evaluator.run(advance)
     finally:
         await close_judges(setup.judges)

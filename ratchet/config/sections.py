@@ -8,7 +8,7 @@ attributes that it lacks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field
 
@@ -179,6 +179,16 @@ class LearnerSection(Section):
         return self
 
 
+class ModelSizes(NamedTuple):
+    """The sizes of a model by which a generator may be unable to run it."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    n_layers: int
+    n_experts: int  # per layer; 0 without experts
+
+
 class GeneratorSection(Section):
     """The base section of generators."""
 
@@ -253,17 +263,8 @@ class GeneratorSection(Section):
         This starts nothing, and does nothing if the library is not installed.
         """
 
-    def explain_misfit(
-        self,
-        *,
-        n_heads: int,
-        n_kv_heads: int,
-        head_dim: int,
-        n_layers: int,
-        n_experts: int,
-        on_cpu: bool,
-    ) -> str | None:
-        """Return the reason why the generator can't run a model of this shape; None if it can."""
+    def explain_misfit(self, sizes: ModelSizes, *, on_cpu: bool) -> str | None:
+        """Return the reason why the generator can't run a model of these sizes; None if it can."""
         return None
 
 

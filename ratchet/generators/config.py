@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from ratchet.config.sections import GeneratorSection
+from ratchet.config.sections import GeneratorSection, ModelSizes
 from ratchet.generators.vllm.arguments import (
     check_arguments,
     explain_refusal,
@@ -231,17 +231,8 @@ class VLLMConfig(GeneratorSection):
     def check_arguments(self) -> None:
         check_arguments(self.arguments)
 
-    def explain_misfit(
-        self,
-        *,
-        n_heads: int,
-        n_kv_heads: int,
-        head_dim: int,
-        n_layers: int,
-        n_experts: int,
-        on_cpu: bool,
-    ) -> str | None:
-        """Return the reason why vLLM can't run a model of this shape; None if it can."""
+    def explain_misfit(self, sizes: ModelSizes, *, on_cpu: bool) -> str | None:
+        """Return the reason why vLLM can't run a model of these sizes; None if it can."""
         ranks = self.tensor_parallel
         if on_cpu and self.quantise is not None:
             return (
@@ -259,31 +250,31 @@ class VLLMConfig(GeneratorSection):
                 "runner, which needs Triton, and its builds for CPUs have none: set "
                 "generator.kind=engine, which records them too, or remove the argument"
             )
-        if on_cpu and self.lora_rank and n_experts:
+        if on_cpu and self.lora_rank and sizes.n_experts:
             return (
                 f"lora_rank={self.lora_rank}: vLLM computes experts beside adapters with Triton, "
                 "and its builds for CPUs have none: set generator.kind=engine"
             )
-        if n_heads % ranks or (n_kv_heads % ranks and ranks % n_kv_heads):
+        if sizes.n_heads % ranks or (sizes.n_kv_heads % ranks and ranks % sizes.n_kv_heads):
             return (
-                f"tensor_parallel={ranks} doesn't divide the model's {n_heads} attention and "
-                f"{n_kv_heads} KV heads: lower tensor_parallel"
+                f"tensor_parallel={ranks} doesn't divide the model's {sizes.n_heads} attention and "
+                f"{sizes.n_kv_heads} KV heads: lower tensor_parallel"
             )
-        if n_layers < self.pipeline_parallel:
+        if sizes.n_layers < self.pipeline_parallel:
             return (
                 f"pipeline_parallel={self.pipeline_parallel} is more than the model's "
-                f"{n_layers} layers: lower pipeline_parallel"
+                f"{sizes.n_layers} layers: lower pipeline_parallel"
             )
         if on_cpu and self.pipeline_parallel > 1:
             return (
                 "vLLM's pipeline parallelism hangs at the first request on a CPU: set "
                 "tensor_parallel or data_parallel instead"
             )
-        if on_cpu and head_dim not in CPU_HEAD_SIZES:
-            sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        if on_cpu and sizes.head_dim not in CPU_HEAD_SIZES:
+            allowed = ", ".join(map(str, CPU_HEAD_SIZES))
             return (
-                f"vLLM on a CPU has no attention for head_dim={head_dim}, only {sizes}: choose "
-                "a model with one of these"
+                f"vLLM on a CPU has no attention for head_dim={sizes.head_dim}, only {allowed}: "
+                "choose a model with one of these"
             )
         if on_cpu and self.block_size % CPU_BLOCK:
             return f"block_size={self.block_size} must be a multiple of {CPU_BLOCK} on a CPU"

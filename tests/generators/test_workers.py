@@ -18,6 +18,7 @@ from generators.workers_play import (
 from pydantic import ValidationError
 
 from ratchet.config.resolve import import_object, resolve
+from ratchet.config.sections import ModelSizes
 from ratchet.errors import (
     DataError,
     NoRoomError,
@@ -429,12 +430,10 @@ def test_the_section():
         },
     )
     assert (made.accelerators, made.reports_kept_mass, made.workers) == (2, False, 3)
-    assert made.explain_misfit(
-        n_heads=3, n_kv_heads=1, head_dim=64, n_layers=1, n_experts=0, on_cpu=True
-    ).startswith("tensor_parallel=2")
+    sizes = ModelSizes(n_heads=3, n_kv_heads=1, head_dim=64, n_layers=1, n_experts=0)
+    assert made.explain_misfit(sizes, on_cpu=True).startswith("tensor_parallel=2")
     assert config().reports_kept_mass
-    sizes = {"n_heads": 3, "n_kv_heads": 1, "head_dim": 64, "n_layers": 1, "n_experts": 0}
-    assert config().explain_misfit(**sizes, on_cpu=True) is None
+    assert config().explain_misfit(sizes, on_cpu=True) is None
     assert isinstance(made.worker, type(resolve("generator", {"kind": "vllm"})))
     assert GeneratorPool(made, None, None).max_restarts == 0
     assert GeneratorPool(config(recovery="restart", max_restarts=5)).max_restarts == 5

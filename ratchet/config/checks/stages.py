@@ -25,7 +25,7 @@ from ratchet.config.model_shape.presets import PRESETS
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import section_class
 from ratchet.config.schema import RunConfig, StageConfig, get_default_rewards
-from ratchet.config.sections import EnvironmentConfig
+from ratchet.config.sections import EnvironmentConfig, ModelSizes
 from ratchet.errors import RatchetError
 from ratchet.structured_output import StructuredOutput
 
@@ -271,11 +271,9 @@ def _check_model_fits_generator(stage: StageConfig, config: RunConfig) -> Iterat
     shape = PRESETS.get(config.model.preset or "")
     if shape is None:
         return
-    shape = {**shape, **config.model.overrides}
-    sizes = {name: shape[name] for name in ("n_heads", "n_kv_heads", "head_dim", "n_layers")}
-    n_experts = shape.get("n_experts", 0)
-    on_cpu = config.device == "cpu"
-    if reason := stage.generator.explain_misfit(**sizes, n_experts=n_experts, on_cpu=on_cpu):
+    shape = {"n_experts": 0, **shape, **config.model.overrides}
+    sizes = ModelSizes(**{name: shape[name] for name in ModelSizes._fields})
+    if reason := stage.generator.explain_misfit(sizes, on_cpu=config.device == "cpu"):
         yield clash(
             f"generator {stage.generator.sampler.kind_name} can't run this model: {reason}",
             "generator",

@@ -205,8 +205,8 @@ class OpenEnv(SeededTasks):
         except InvalidAction as error:
             if error.lacks_fields:
                 raise OpenEnvError(
-                    f"{error}: {error.detail}. The server's action no longer has the field "
-                    f"'{self._server.action_field}' alone. Start the run again"
+                    f"{error}: {error.detail}. The server's action has other fields now than "
+                    f"'{self._server.action_field}'. Start the run again"
                 ) from error
             # Otherwise it is the policy's fault, which it can mend.
             answer = Answer({}, 0.0, False)

@@ -267,8 +267,8 @@ class MCPTool:
         """Return the result as text, or as parts if it has images that the policy may see.
 
         Other content is replaced by its type, such as "(audio)". Structured content is read, as
-        JSON, if there is no other. Raises ToolError if the server
-        reports a failed call, ToolUnavailable if the server is gone.
+        JSON, if there is no other. Raises ToolError if the server reports a failed call,
+        ToolUnavailable if the server is gone.
         """
         result = await self.server.call(self.name, arguments)
         parts = [part.text if part.type == "text" else f"({part.type})" for part in result.content]

@@ -62,8 +62,8 @@ async def step_environment(environment: Environment, message: Message) -> Step:
 
     async def call() -> Step:
         # The attempt keeps the message, and user code may change a call's arguments in place.
-        own = copy.deepcopy(message) if message.tool_calls else message
-        step = await await_method(environment.step(own), environment, "step")
+        shown = copy.deepcopy(message) if message.tool_calls else message
+        step = await await_method(environment.step(shown), environment, "step")
         return check_step(step, environment)
 
     return await run_guarded(call)

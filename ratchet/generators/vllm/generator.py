@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ratchet.config.model_shape.decoder_config import EXPERT_KEYS
+from ratchet.config.sections import ModelSizes
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import ConfigError, MissingDependency, ModelError, suggest_install
 from ratchet.generators.async_engine import AsyncEngine
@@ -465,14 +466,14 @@ def explain_misfit(config: VLLMConfig, model: Mapping[str, Any], *, on_cpu: bool
     heads = text_config.get("num_attention_heads")
     if heads is None:  # the model family uses other keys
         return None
-    return config.explain_misfit(
+    sizes = ModelSizes(
         n_heads=heads,
         n_kv_heads=text_config.get("num_key_value_heads") or heads,
         head_dim=text_config.get("head_dim") or text_config["hidden_size"] // heads,
         n_layers=text_config["num_hidden_layers"],
         n_experts=max(text_config.get(key) or 0 for key in (*EXPERT_KEYS, "n_routed_experts")),
-        on_cpu=on_cpu,
     )
+    return config.explain_misfit(sizes, on_cpu=on_cpu)
 
 
 def _list_recorded_layers(config: VLLMConfig, model: PolicyModel) -> Sequence[int]:

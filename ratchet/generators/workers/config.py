@@ -5,13 +5,13 @@ This module imports neither torch nor the generators' code.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from ratchet.config.resolve import Slot, resolve
 from ratchet.config.schema import AnyGenerator
-from ratchet.config.sections import GeneratorSection
+from ratchet.config.sections import GeneratorSection, ModelSizes
 
 
 class GeneratorWorkersConfig(GeneratorSection):
@@ -85,5 +85,5 @@ class GeneratorWorkersConfig(GeneratorSection):
         """Return the number of accelerators of each worker, if the machine has any."""
         return self.worker.accelerators
 
-    def explain_misfit(self, **shape: Any) -> str | None:
-        return self.worker.explain_misfit(**shape)
+    def explain_misfit(self, sizes: ModelSizes, *, on_cpu: bool) -> str | None:
+        return self.worker.explain_misfit(sizes, on_cpu=on_cpu)

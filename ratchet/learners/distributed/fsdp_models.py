@@ -99,7 +99,7 @@ class DTensorModels:
 
     def _allocate(self, shape: Any) -> PolicyModel:
         """Return this rank's shard of a model, with uninitialised weights."""
-        chunks = self.config.pipeline_chunks if self.mesh.topology.pipeline > 1 else 1
+        chunks = self.config.pipeline_chunks
         model = DistributedPolicy(
             shape, self._shard, device="meta", dtype=self.dtype, chunks=chunks
         )

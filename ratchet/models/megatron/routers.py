@@ -28,19 +28,28 @@ class ReplayableRouter(TopKRouter):
         """Return (weights [T, E], 0 for other experts; mask of the chosen experts [T, E])."""
         logits_TE = logits.view(-1, logits.shape[-1])
         logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-        probabilities_TE = logits_TE.softmax(-1)
-        experts_Tk = probabilities_TE.topk(self.topk).indices
+        scores_TE = self._score(logits_TE)
+        experts_Tk = self._choose(scores_TE)
         if self.route is not None:
             experts_Tk = self.route(self.sparse_index, logits_TE, experts_Tk)
-        weights_Tk = probabilities_TE.gather(1, experts_Tk)
-        # The weights of the chosen experts are scaled to sum to 1.
-        if self.config.moe_router_pre_softmax is False:
-            weights_Tk = weights_Tk / weights_Tk.sum(-1, keepdim=True)
-        weights_TE = torch.zeros_like(probabilities_TE).scatter(1, experts_Tk, weights_Tk)
-        chosen_TE = torch.zeros_like(probabilities_TE, dtype=torch.bool).scatter(
-            1, experts_Tk, True
-        )
+        weights_Tk = self._scale(scores_TE.gather(1, experts_Tk))
+        weights_TE = torch.zeros_like(scores_TE).scatter(1, experts_Tk, weights_Tk)
+        chosen_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, experts_Tk, True)
         return weights_TE.to(logits.dtype), chosen_TE
+
+    def _score(self, logits_TE: Tensor) -> Tensor:
+        return logits_TE.softmax(-1)
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        """Return the experts of each token [T, k]."""
+        return scores_TE.topk(self.topk).indices
+
+    def _scale(self, scores_Tk: Tensor) -> Tensor:
+        """Return the weights of the chosen experts."""
+        # They are scaled to sum to 1.
+        if self.config.moe_router_pre_softmax is False:
+            return scores_Tk / scores_Tk.sum(-1, keepdim=True)
+        return scores_Tk
 
 
 class SigmoidRouter(ReplayableRouter):
@@ -59,24 +68,17 @@ class SigmoidRouter(ReplayableRouter):
         del self.expert_bias
         self.register_buffer("expert_bias", torch.zeros(config.num_moe_experts or 0))
 
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return (weights [T, E], 0 for other experts; mask of the chosen experts [T, E])."""
-        logits_TE = logits.view(-1, logits.shape[-1])
-        logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-        scores_TE = logits_TE.sigmoid()
-        experts_Tk = self._choose(scores_TE.detach() + self.expert_bias)
-        if self.route is not None:
-            experts_Tk = self.route(self.sparse_index, logits_TE, experts_Tk)
-        weights_Tk = scores_TE.gather(1, experts_Tk)
+    def _score(self, logits_TE: Tensor) -> Tensor:
+        return logits_TE.sigmoid()
+
+    def _scale(self, scores_Tk: Tensor) -> Tensor:
         if self.shape.renormalise:
-            weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + 1e-20)
-        weights_Tk = weights_Tk * self.shape.routed_scale
-        weights_TE = torch.zeros_like(scores_TE).scatter(1, experts_Tk, weights_Tk)
-        chosen_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, experts_Tk, True)
-        return weights_TE.to(logits.dtype), chosen_TE
+            scores_Tk = scores_Tk / (scores_Tk.sum(-1, keepdim=True) + 1e-20)
+        return scores_Tk * self.shape.routed_scale
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
         """Return the experts [T, k] of the groups whose two best experts have the largest sums."""
+        scores_TE = scores_TE.detach() + self.expert_bias
         n_groups, used = self.shape.n_expert_groups, self.shape.groups_per_token
         if used < n_groups:
             scores_TGe = scores_TE.view(len(scores_TE), n_groups, -1)

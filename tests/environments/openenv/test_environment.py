@@ -86,7 +86,7 @@ def test_an_episode_of_tool_calls(server):
     ("text", "sentence"),
     [
         ("error", "failed at step: oops"),
-        ("fields", "Field required. The server's action no longer has the field 'text' alone"),
+        ("fields", "Field required. The server's action has other fields now than 'text'"),
         ("die", "broke off during step"),
         ("nan", "must be a finite number"),
         ("silence", "did not answer step within 0.5 s"),
