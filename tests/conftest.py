@@ -214,6 +214,14 @@ def kernels(require: Require) -> Callable[[bool], None]:
     return choose
 
 
+@pytest.fixture
+def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`precision: bfloat16` works on any processor, though slowly where it has no instructions."""
+    from support.emulated_bfloat16 import emulate_where_missing
+
+    emulate_where_missing(monkeypatch)
+
+
 @pytest.fixture(autouse=True)
 def torch_kernels() -> Iterator[None]:
     """A run that a test does in this process leaves its choice behind: the next test must not

@@ -16,7 +16,6 @@ from ratchet.executors.freeze import use_kernels
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.kernels import bfloat16
-from ratchet.kernels.build import has_bfloat16_instructions
 from ratchet.learners.compute.forward import Forward
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
@@ -27,14 +26,11 @@ from ratchet.models.policy import DecoderPolicy
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.types import Sampling
 
-needs_instructions = pytest.mark.skipif(
-    not has_bfloat16_instructions(), reason="the processor does not multiply in bfloat16"
-)
 UNIT = 2**-8  # largest relative error of rounding to bfloat16
 
 
 @pytest.fixture
-def rounding():
+def rounding(bfloat16_products):
     bfloat16.set_enabled(True)
 
 
@@ -42,7 +38,6 @@ def normal(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@needs_instructions
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(1, 3, 2), (50, 96, 288), (7, 64, 33)])
 def test_products_and_gradients_are_within_their_bound(tokens, inputs, outputs, rounding):
     x, weight = normal(tokens, inputs, seed=0), normal(outputs, inputs, seed=1)
@@ -61,7 +56,6 @@ def test_products_and_gradients_are_within_their_bound(tokens, inputs, outputs, 
     torch.testing.assert_close(grads[2].double(), grad.sum(0), rtol=1e-5, atol=1e-5)
 
 
-@needs_instructions
 def test_the_gate_between_two_products(rounding, kernels):
     kernels(True)
     gate_up = normal(40, 2 * 37, seed=0).bfloat16().requires_grad_()
@@ -78,7 +72,6 @@ def test_the_gate_between_two_products(rounding, kernels):
         torch.testing.assert_close(ours.double(), expected, rtol=1.01 * UNIT, atol=1e-7)
 
 
-@needs_instructions
 def test_the_gate_keeps_what_is_not_finite(rounding, kernels):
     kernels(True)
     gate = torch.tensor([[math.nan, -math.nan, math.inf, 3.4e38, 1e4]]).bfloat16()
@@ -87,7 +80,6 @@ def test_the_gate_keeps_what_is_not_finite(rounding, kernels):
     assert out[2:].tolist() == [math.inf, math.inf, gate[0, 4].item()]
 
 
-@needs_instructions
 @pytest.mark.parametrize("compiled", [False, True], ids=["torch", "compiled"])
 def test_a_models_gradient_is_near_that_in_float64(compiled, rounding, kernels):
     kernels(compiled)
@@ -103,7 +95,6 @@ def test_a_models_gradient_is_near_that_in_float64(compiled, rounding, kernels):
         assert (ours[name] - expected).norm() < 0.03 * expected.norm(), name
 
 
-@needs_instructions
 def test_weights_are_rounded_again_when_they_change(rounding):
     weight, rounded = nn.Parameter(normal(4, 4, seed=0)), bfloat16.RoundedWeight()
     first = rounded.get(weight)
@@ -172,10 +163,9 @@ def measure_difference(policy, samples, sampler_rounds, learner_rounds):
     return (logprobs_T[batch.predicted_T] - sampled).abs().mean().item()
 
 
-@needs_instructions
 @pytest.mark.parametrize("compiled", [False, True], ids=["torch", "compiled"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_sampler_and_learner_round_alike(shape, compiled, kernels):
+def test_sampler_and_learner_round_alike(shape, compiled, kernels, rounding):
     kernels(compiled)
     policy = DecoderPolicy(Decoder(shape).init_weights(0))
     samples = [Sampling(max_new_tokens=24, seed=i) for i in range(8)]

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import ratchet
+from command_line import TRAINING_MODULES, call_in_fork, ratchet
 from forked_runs import training_forks
 from safetensors.numpy import load_file
 
 from ratchet.errors import RunDirectoryError
-from ratchet.kernels.build import has_bfloat16_instructions
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.training.start import resume_run
 
@@ -186,16 +185,24 @@ def test_whatever_an_algorithm_remembers_survives_a_kill(name, tmp_path):
         assert heads[0].read_bytes() == heads[1].read_bytes()
 
 
-@pytest.mark.skipif(
-    not has_bfloat16_instructions(), reason="the processor does not multiply in bfloat16"
-)
+@pytest.mark.medium
 def test_a_killed_run_with_products_in_bfloat16_resumes_to_the_same_bits(tmp_path):
     recipe = tmp_path / "probe.yaml"
     recipe.write_text(yaml.safe_dump({**RECIPE, "precision": "bfloat16"}))
-    assert ratchet("train", recipe, "--run-dir", tmp_path / "whole").returncode == 0
-    killed = ratchet("train", recipe, "--run-dir", tmp_path / "run", faults="step.update:7:kill")
+
+    def run(*words: object, faults: str = "") -> subprocess.CompletedProcess[str]:
+        return call_in_fork(
+            "support.emulated_bfloat16:run_command",
+            [str(word) for word in words],
+            environment={"RATCHET_FAULTS": faults},
+            timeout=300,
+            preload=TRAINING_MODULES,
+        )
+
+    assert run("train", recipe, "--run-dir", tmp_path / "whole").returncode == 0
+    killed = run("train", recipe, "--run-dir", tmp_path / "run", faults="step.update:7:kill")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert ratchet("train", "--resume", tmp_path / "run").returncode == 0
+    assert run("train", "--resume", tmp_path / "run").returncode == 0
     assert_equal_runs(tmp_path / "whole", tmp_path / "run")
 
 

@@ -16,7 +16,6 @@ from ratchet.commands.replay.command import compare_steps, replay_steps
 from ratchet.commands.replay.engine import Replay, load_changed_config
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import CheckpointError, ConfigError, DataError
-from ratchet.kernels.build import has_bfloat16_instructions
 from ratchet.observe.records.reader import INDEX, Record
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.training.start import start_run
@@ -101,10 +100,8 @@ def test_every_step_of_sft_grpo_ppo_and_dpo_is_bit_equal(run):
     assert all(norm > 0 for norm in norms)
 
 
-@pytest.mark.skipif(
-    not has_bfloat16_instructions(), reason="the processor does not multiply in bfloat16"
-)
-def test_steps_of_products_in_bfloat16_are_bit_equal(tmp_path):
+@pytest.mark.medium
+def test_steps_of_products_in_bfloat16_are_bit_equal(tmp_path, bfloat16_products):
     run = trained(tmp_path / "run", RECIPE, "precision=bfloat16")
     found = [*played(run, *range(9, 21)), *played(run, DPO)]
     assert [str(difference) for verdict in found for difference in verdict.differences] == []
