@@ -34,7 +34,7 @@ from ratchet.checkpoint.manifest import (
     verify_checkpoint,
     write_manifest,
 )
-from ratchet.errors import CheckpointError
+from ratchet.errors import CheckpointError, CheckpointNotFound
 from ratchet.observe.write_files import sync
 from ratchet.utils import failpoints
 
@@ -185,11 +185,12 @@ class CheckpointStore:
         """Return the checkpoint of `step`.
 
         Raises:
-            CheckpointError: The checkpoint is absent or damaged.
+            CheckpointNotFound: There is no checkpoint of that step.
+            CheckpointError: The checkpoint is damaged.
         """
         paths = dict(self._iter_newest_first())
         if step not in paths:
-            raise CheckpointError(
+            raise CheckpointNotFound(
                 f"no checkpoint of step {step} in {self.root}: it has {sorted(paths) or 'none'}"
             )
         return verify_checkpoint(paths[step], step)

@@ -21,7 +21,13 @@ from ratchet.commands.model_target import Target, open_target
 from ratchet.config.yaml_tree import write_text
 from ratchet.data.jsonl import DataRow
 from ratchet.environments.datasets.dataset_rows import DatasetRowReader, RowContents
-from ratchet.errors import CheckpointError, ConfigError, DataError, RatchetError, RunDirectoryError
+from ratchet.errors import (
+    CheckpointNotFound,
+    ConfigError,
+    DataError,
+    RatchetError,
+    RunDirectoryError,
+)
 from ratchet.evals.results import EvalResults
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.training.start import start_run
@@ -143,7 +149,7 @@ def test_a_run_is_evaluated_while_it_goes_on(tmp_path: Path, capsys: pytest.Capt
     assert "step 2" in capsys.readouterr().out
     by_step, by_path = (EvalResults.read(run / "evals" / f"sorting-{number}") for number in (1, 2))
     assert by_step.prompts == by_path.prompts
-    with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
+    with pytest.raises(CheckpointNotFound, match="no checkpoint of step 7"):
         evaluate_target(str(run), replace(FEW, step=7))
     with pytest.raises(ConfigError, match="--step 2 is only for runs"):
         evaluate_target(str(tmp_path / "elsewhere"), replace(FEW, step=2))
