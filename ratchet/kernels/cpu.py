@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,9 +27,10 @@ from torch.autograd.profiler import record_function
 
 from ratchet.kernels.build import describe_processor, load_library
 
-# These values must equal N_PARTIAL_SUMS in kernels.c and MAX_HEAD_DIM in rows.h.
+# These values must equal those of the same name in kernels.c, rows.h and decoding.c.
 N_PARTIAL_SUMS = 8
 MAX_HEAD_DIM = 512
+MAX_CHUNK_ROWS = 64
 # Minimum size (elements) of a matrix for which oneDNN is faster than MKL on AMD's processors.
 ONEDNN_MIN_SIZE = 2**17
 
@@ -44,7 +46,7 @@ SIGNATURES = {
     "gated_bfloat16": (P, P, N, N),
     "gated_backward_bfloat16": (P, P, P, N, N),
     "decode": (P, P, P, N, P, N, P, N, P, P, N, N, N, N, N, X),
-    "step": (P, N, ctypes.c_int, P, P, P, P, P, P, P, ctypes.c_int, N, N, N, N, N, N, N, X),
+    "step": (P, N, ctypes.c_int, *[P] * 7, ctypes.c_int, P, N, N, N, N, N, N, N, X),
     "step_scratch": (N, N, N, N, N),
     "has_bfloat16": (),
 }
@@ -318,11 +320,12 @@ def step(
     positions_and_slots: tuple[Tensor, Tensor],
     sizes: Sequence[int],
     eps: float,
+    chunk_starts: Sequence[int],
 ) -> None:
     """Run all layers and the final norm on embeddings x, in place.
 
     Each token's key and value are stored in the KV cache. The bits of a row do not depend on other
-    rows (batch invariance). There is no gradient.
+    rows (batch invariance), but on the tokens before it in its slot. There is no gradient.
 
     layers: the tensors of each layer, in the order of `Layer` in decoding.c. The matrices are all
       in float32, or all in bfloat16 with an even number of columns.
@@ -330,6 +333,8 @@ def step(
     positions_and_slots: the position of each token, and the slot of the KV cache in which its key
       and value are stored; int64, [N] each.
     sizes: d, H, K, L, D and F.
+    chunk_starts: the first row of each chunk, and N. A thread computes a chunk, of at most
+      MAX_CHUNK_ROWS rows. Tokens of one slot are in one chunk, in order.
     """
     d, n_heads, n_kv_heads, _, size, gated_size = sizes
     n_rows = len(x_Nd)
@@ -343,6 +348,9 @@ def step(
     scratch = x_Nd.new_empty(
         threads, _library.step_scratch(d, n_heads, n_kv_heads, size, gated_size)
     )
+    assert chunk_starts[0] == 0
+    assert chunk_starts[-1] == n_rows
+    assert all(0 <= end - start <= MAX_CHUNK_ROWS for start, end in pairwise(chunk_starts))
     dtypes = {x.dtype for layer in layers for x in layer if x is not None and x.dim() == 2}
     has_bfloat16_matrices = torch.bfloat16 in dtypes
     addresses = [_get_address(tensor) for layer in layers for tensor in layer]
@@ -355,7 +363,8 @@ def step(
             has_bfloat16_matrices,
             *tensors,
             threads,
-            n_rows,
+            (N * len(chunk_starts))(*chunk_starts),
+            len(chunk_starts) - 1,
             *sizes,
             eps,
         )

@@ -1,5 +1,5 @@
-/* A decoding step of the dense decoder. Each thread computes all layers for some rows, so that threads wait for one another only
-   once per step.
+/* A decoding step of the dense decoder, and the prefill of short prompts. Each thread computes all layers for some rows, so that
+   threads wait for one another only once per call.
 
    Between layers the rows of a thread lie side by side in panels, [features, PANEL_ROWS]. A matrix product can then read the weights
    in their own layout and keep its sums in registers. The bits of a row depend on nothing else in the call: sums run in the order
@@ -27,7 +27,8 @@
 #define PANEL_ROWS (VECTORS * LANES)
 #define TILE_FEATURES(vectors) ((vectors) == VECTORS ? 6 : 8) /* features of a tile; their sums fill the registers */
 #define TILE_TERMS 128 /* terms of a tile; that part of a panel fits the L1 cache */
-#define THREAD_PANELS (64 / PANEL_ROWS) /* panels of a thread; weights are read from memory once for all of them */
+#define MAX_CHUNK_ROWS 64 /* rows that a thread computes together; weights are read from memory once for all of them */
+#define THREAD_PANELS (MAX_CHUNK_ROWS / PANEL_ROWS)
 
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
@@ -269,23 +270,24 @@ static void attend_all(const Layer *layer, const float *qkv, const float *cos, c
 i64 step_scratch(i64 d, i64 H, i64 K, i64 D, i64 F) { return THREAD_PANELS * PANEL_ROWS * (2 * d + 2 * (H + K) * D + 2 * F); }
 
 /* x: [N, d]: embeddings, overwritten with the normalised hidden states. cos: [N, D], sin: [N, D / 2]. positions, slots: [N], where
-   the new tokens are stored in the KV cache. scratch: `step_scratch` floats for each thread. is_bfloat16: the format of matrices. */
+   the new tokens are stored in the KV cache. chunk_starts: [n_chunks + 1], the first row of each chunk, and N; a chunk has at most
+   MAX_CHUNK_ROWS rows. A token attends to tokens of its slot that earlier calls stored, or earlier rows of its chunk.
+   scratch: `step_scratch` floats for each thread. is_bfloat16: the format of matrices. */
 void step(const Layer *layers, i64 count, int is_bfloat16, float *x, const float *norm, const float *cos, const float *sin,
-          const i64 *positions, const i64 *slots, float *scratch, int threads, i64 N, i64 d, i64 H, i64 K, i64 L, i64 D, i64 F, float eps) {
-    if (!N) return;
+          const i64 *positions, const i64 *slots, float *scratch, int threads, const i64 *chunk_starts, i64 n_chunks, i64 d, i64 H,
+          i64 K, i64 L, i64 D, i64 F, float eps) {
     Sizes sizes = {d, H, K, L, D, F, eps};
-    i64 max_rows = threads * THREAD_PANELS * PANEL_ROWS;
-    i64 n_chunks = (N + max_rows - 1) / max_rows * threads, rows = (N + n_chunks - 1) / n_chunks;
-    i64 panels = (rows + PANEL_ROWS - 1) / PANEL_ROWS, qkv_size = (H + 2 * K) * D;
+    i64 qkv_size = (H + 2 * K) * D;
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (i64 first = 0; first < N; first += rows) {
+    for (i64 chunk = 0; chunk < n_chunks; chunk++) {
+        i64 first = chunk_starts[chunk], chunk_rows = chunk_starts[chunk + 1] - first;
+        i64 panels = (chunk_rows + PANEL_ROWS - 1) / PANEL_ROWS;
         /* The offsets don't depend on N, because compiled code may choose a loop by the distance between two buffers. */
         float *hidden = scratch + omp_get_thread_num() * step_scratch(d, H, K, D, F);
         float *normed = hidden + THREAD_PANELS * PANEL_ROWS * d;
         float *qkv = normed + THREAD_PANELS * PANEL_ROWS * d;
         float *out = qkv + THREAD_PANELS * PANEL_ROWS * qkv_size;
         float *gate_up = out + THREAD_PANELS * PANEL_ROWS * H * D;
-        i64 chunk_rows = N - first < rows ? N - first : rows;
         memset(hidden, 0, panels * d * PANEL_ROWS * sizeof(float));
         memset(out, 0, panels * H * D * PANEL_ROWS * sizeof(float));
         pack_rows(x + first * d, hidden, chunk_rows, d);

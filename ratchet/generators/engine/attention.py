@@ -122,29 +122,21 @@ class _Bucket:
 class PrefillAttention:
     """The causal attention within each of several prompts that are packed end to end.
 
-    Tokens after the last prompt are padding; their output is 0. Keys and values of token
-    `sources[i]` are written to `positions[i]` of slot `slots[i]` (each int64 [n]). A prompt that
-    several requests share is written to the slot of each request.
+    Keys and values of a token are written to its position of its prompt's slot (each int64 [n]).
+    Tokens after the last prompt are padding; their output is 0.
     """
 
     def __init__(
-        self,
-        cache: KVCache,
-        lengths: NDArray[np.int64],
-        sources: Tensor,
-        slots: Tensor,
-        positions: Tensor,
+        self, cache: KVCache, lengths: NDArray[np.int64], slots_n: Tensor, positions_n: Tensor
     ) -> None:
         self.cache = cache
-        self.sources = sources
-        self.slots = slots
-        self.positions = positions
-        self.buckets = _make_buckets(lengths, sources.device)
+        self.slots_n = slots_n
+        self.positions_n = positions_n
+        self.buckets = _make_buckets(lengths, slots_n.device)
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        k_nKD = k_TKD.index_select(0, self.sources)
-        v_nKD = v_TKD.index_select(0, self.sources)
-        self.cache.write(layer, self.slots, self.positions, k_nKD, v_nKD)
+        count = len(self.slots_n)
+        self.cache.write(layer, self.slots_n, self.positions_n, k_TKD[:count], v_TKD[:count])
         out_THD = torch.zeros_like(q_THD)
         for bucket in self.buckets:
             out_THD.index_copy_(

@@ -1,10 +1,14 @@
-"""Run a whole decoding step as one call of a compiled kernel, for plain decoders on a CPU.
+"""Run a decoding step or the prefill of short prompts as one call of a compiled kernel.
 
-PyTorch needs about twenty calls a layer, and its threads synchronise at each call. In the kernel,
-each thread computes its rows through all layers.
+This is for plain decoders on a CPU. PyTorch needs about twenty calls a layer, and its threads
+synchronise at each call. In the kernel, each thread computes its rows through all layers.
+
+T = tokens of the prompts, N = requests, P = prompts, d = hidden size.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +21,13 @@ from ratchet.models.parallel.sharding import NoTPComm
 # Maximum number of matrix entries, summed over all matrices. For larger models and few rows PyTorch
 # is faster, because all its threads share each matrix product.
 MAX_ENTRIES = 2**24
+# Maximum number of tokens of a prompt. One thread computes a prompt; PyTorch divides longer ones.
+MAX_PROMPT = cpu.MAX_CHUNK_ROWS
 Layers = list[list[Tensor | None]]  # by layer, in the order of the struct `Layer` in decoding.c
 
 
 class CompiledDecoder:
-    """A compiled decoding step, which reads the decoder's own weights at every call."""
+    """Compiled decoding and prefill, which read the decoder's own weights at every call."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
@@ -90,8 +96,7 @@ class CompiledDecoder:
                     layers[-1] += (None,) if module is None else module._parameters.values()
         return layers
 
-    @torch.no_grad()
-    def __call__(
+    def decode(
         self, layers: Layers, tokens_N: Tensor, positions_N: Tensor, slots_N: Tensor, cache: KVCache
     ) -> Tensor:
         """Return hidden states [N, d] of one new token in each of N slots of the cache.
@@ -100,6 +105,45 @@ class CompiledDecoder:
 
         layers: the result of `layers()`.
         """
+        n_rows, threads = len(tokens_N), torch.get_num_threads()
+        chunks_per_thread = -(-n_rows // (threads * cpu.MAX_CHUNK_ROWS))
+        rows = -(-n_rows // (threads * chunks_per_thread))
+        starts = [*range(0, n_rows, rows), n_rows]
+        return self._step(layers, tokens_N, positions_N, slots_N, cache, starts)
+
+    def prefill(
+        self,
+        layers: Layers,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        lengths_P: Sequence[int],
+        cache: KVCache,
+    ) -> Tensor:
+        """Return hidden states [T, d] of whole prompts, laid end to end, each in its own slot.
+
+        This computes the same as `Decoder.forward` with a `PrefillAttention`. A prompt has at most
+        MAX_PROMPT tokens.
+        """
+        rows = min(cpu.MAX_CHUNK_ROWS, -(-len(tokens_T) // torch.get_num_threads()))
+        starts, end = [0], 0
+        for length in lengths_P:
+            chunk_rows = end - starts[-1]
+            if chunk_rows and (chunk_rows >= rows or chunk_rows + length > cpu.MAX_CHUNK_ROWS):
+                starts.append(end)
+            end += length
+        return self._step(layers, tokens_T, positions_T, slots_T, cache, [*starts, end])
+
+    @torch.no_grad()
+    def _step(
+        self,
+        layers: Layers,
+        tokens_N: Tensor,
+        positions_N: Tensor,
+        slots_N: Tensor,
+        cache: KVCache,
+        chunk_starts: Sequence[int],
+    ) -> Tensor:
         decoder = self.decoder
         config = decoder.config
         assert decoder.norm is not None
@@ -127,6 +171,7 @@ class CompiledDecoder:
             (positions_N, slots_N),
             sizes,
             config.norm_eps,
+            chunk_starts,
         )
         return x_Nd
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ratchet.generators.engine.attention import DecodeAttention, PrefillAttention
 from ratchet.generators.engine.cast_weights import CastDecoder
-from ratchet.generators.engine.compiled_decode import CompiledDecoder
+from ratchet.generators.engine.compiled_decode import MAX_PROMPT, CompiledDecoder
 from ratchet.generators.engine.kv_cache import KVCache
 from ratchet.generators.engine.layout import concatenate_ranges, round_up_to, split_spans
 from ratchet.generators.engine.limits import SchedulerLimits
@@ -150,7 +150,7 @@ class ModelRunner:
         """Return hidden states of the last prompt tokens: [N, d], followed by padding rows.
 
         The requests get the slots from `first_slot` on, which `reserve` has made. Each distinct
-        prompt is computed once.
+        prompt is computed once, in the slot of the first request that has it.
         """
         count = len(requests)
         self.active = None
@@ -165,21 +165,25 @@ class ModelRunner:
         self.slots.enter(requests, first_slot)
 
         lengths_N = lengths_P[prompt_N]
-        slots = np.repeat(np.arange(first_slot, first_slot + count), lengths_N)
+        slots_N = np.arange(first_slot, first_slot + count)
         positions = concatenate_ranges(lengths_N)
-        sources = np.repeat(starts_P[prompt_N], lengths_N) + positions
+        sources = self._upload(np.repeat(starts_P[prompt_N], lengths_N) + positions)
         tokens_T = self._upload(np.concatenate(prompts))
-        targets = self._upload(slots), self._upload(positions)
-        self.slots.store(*targets, tokens_T[self._upload(sources)])
+        targets = self._upload(np.repeat(slots_N, lengths_N)), self._upload(positions)
+        self.slots.store(*targets, tokens_T[sources])
         recorder = None
         if any(request.sampling.routes for request in requests):
             recorder = self._make_recorder(len(tokens_T))
         adapters = [adapter for adapter, _ in prompt_numbers]
-        hidden_Td = self._compute_sequences(
-            tokens_T, lengths_P, adapters, (sources, slots, positions), recorder
-        )
+        slots_P = slots_N[np.unique(prompt_N, return_index=True)[1]]
+        hidden_Td = self._compute_sequences(tokens_T, lengths_P, adapters, slots_P, recorder)
+        computed_N = slots_P[prompt_N]
+        has_copy = computed_N != slots_N
+        if has_copy.any():
+            copies = self._upload(computed_N[has_copy]), self._upload(slots_N[has_copy])
+            self.cache.copy_slots(*copies, int(lengths_N[has_copy].max()))
         if recorder is not None:
-            self.slots.routes_RCLK.index_put_(targets, recorder.experts_TLK[self._upload(sources)])
+            self.slots.routes_RCLK.index_put_(targets, recorder.experts_TLK[sources])
         last_N = (starts_P + lengths_P - 1)[prompt_N]
         padded = np.pad(last_N, (0, -count % self.limits.row_multiple), mode="edge")
         return hidden_Td.index_select(0, self._upload(padded))
@@ -196,37 +200,76 @@ class ModelRunner:
             positions = concatenate_ranges(lengths[span])
             tokens_T = self.slots.tokens_RC[self._upload(slots), self._upload(positions)]
             adapters = [request.sampling.adapter for request in requests[span]]
-            sources = np.arange(len(tokens_T))
-            self._compute_sequences(tokens_T, lengths[span], adapters, (sources, slots, positions))
+            slots_P = np.arange(span.start, span.stop)
+            self._compute_sequences(tokens_T, lengths[span], adapters, slots_P)
 
     def _compute_sequences(
         self,
         tokens_T: Tensor,
-        lengths: NDArray[np.int64],
+        lengths_P: NDArray[np.int64],
         adapters: Sequence[str | None],
-        cache_targets: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
+        slots_P: NDArray[np.int64],
         recorder: RouteRecorder | None = None,
     ) -> Tensor:
         """Return hidden states of sequences laid end to end: [T, d], followed by padding rows.
 
+        If the compiled kernel is available, it computes every short sequence without an adapter,
+        whatever the others are: a request's bits must not depend on its neighbours.
+
         Args:
             tokens_T: the tokens of all sequences, int64.
-            lengths: number of tokens of each sequence.
+            lengths_P: number of tokens of each sequence.
             adapters: the adapter of each sequence.
-            cache_targets: arrays (sources, slots, positions). Keys and values of token
-                `sources[i]` go to `positions[i]` of slot `slots[i]`.
+            slots_P: the slot of the KV cache that gets each sequence's keys and values.
             recorder: records the experts of each token; None records none.
         """
-        multiple = self.limits.row_multiple
-        padding = (0, -len(tokens_T) % multiple)
-        attend = PrefillAttention(self.cache, lengths, *map(self._upload, cache_targets))
         self.prefilled_tokens += len(tokens_T)
-        tokens_T = F.pad(tokens_T, padding)
-        positions_T = F.pad(self._upload(concatenate_ranges(lengths)), padding)
+        has_kernel = self.cast is None and recorder is None
+        layers = self.compiled.layers() if has_kernel else None
+        if layers is None:
+            return self._prefill_with_torch(tokens_T, lengths_P, adapters, slots_P, recorder)
+        adapters_P = np.array(adapters, dtype=object)
+        is_compiled_P = (lengths_P <= MAX_PROMPT) & np.equal(adapters_P, None)
+        parts = [part for part in (is_compiled_P, ~is_compiled_P) if part.any()]
+        hidden_Td = torch.empty(len(tokens_T), self.decoder.config.hidden_size)
+        for part_P in parts:
+            lengths, slots = lengths_P[part_P], slots_P[part_P]
+            rows = torch.from_numpy(np.flatnonzero(np.repeat(part_P, lengths_P)))
+            if part_P is is_compiled_P:
+                positions, slots = concatenate_ranges(lengths), np.repeat(slots, lengths)
+                hidden_Td[rows] = self.compiled.prefill(
+                    layers,
+                    tokens_T[rows],
+                    torch.from_numpy(positions),
+                    torch.from_numpy(slots),
+                    lengths.tolist(),
+                    self.cache,
+                )
+            else:
+                hidden = self._prefill_with_torch(
+                    tokens_T[rows], lengths, adapters_P[part_P].tolist(), slots
+                )
+                hidden_Td[rows] = hidden[: len(rows)]
+        return hidden_Td
+
+    def _prefill_with_torch(
+        self,
+        tokens_T: Tensor,
+        lengths_P: NDArray[np.int64],
+        adapters: Sequence[str | None],
+        slots_P: NDArray[np.int64],
+        recorder: RouteRecorder | None = None,
+    ) -> Tensor:
+        """Return hidden states like `_compute_sequences`, without the compiled kernel."""
+        padding = (0, -len(tokens_T) % self.limits.row_multiple)
+        positions_n = self._upload(concatenate_ranges(lengths_P))
+        slots_n = self._upload(np.repeat(slots_P, lengths_P))
+        attend = PrefillAttention(self.cache, lengths_P, slots_n, positions_n)
         decoder = None
         if any(adapter is not None for adapter in adapters):
-            adapters_T = np.repeat(np.array(adapters, dtype=object), lengths).tolist()
+            adapters_T = np.repeat(np.array(adapters, dtype=object), lengths_P).tolist()
             decoder = self.adapters.select_decoder(adapters_T)
+        tokens_T, positions_T = F.pad(tokens_T, padding), F.pad(positions_n, padding)
         return self._run(decoder, tokens_T, positions_T, attend, recorder)
 
     def _run(
@@ -280,7 +323,7 @@ class ModelRunner:
         count = active.n_slots
         slots = torch.arange(count)
         if active.adapters is None:
-            hidden = self.compiled(
+            hidden = self.compiled.decode(
                 layers, active.input_tokens[:count], active.positions[:count], slots, self.cache
             )
             padding = len(active.input_tokens) - count
@@ -290,7 +333,7 @@ class ModelRunner:
         if len(slots):
             tokens = active.input_tokens[slots]
             positions = active.positions[slots]
-            hidden[slots] = self.compiled(layers, tokens, positions, slots, self.cache)
+            hidden[slots] = self.compiled.decode(layers, tokens, positions, slots, self.cache)
         return hidden
 
     def _decode_with_torch(self, active: ActiveSlots, longest: int) -> Tensor:

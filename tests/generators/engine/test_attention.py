@@ -68,21 +68,16 @@ def test_prompts_are_causal_alone_and_land_in_their_slots():
         for heads in (6, 2, 2)
     )
     starts = np.cumsum(lengths) - lengths
-    slots = [(0, 0), (4, 0), (1, 1), (2, 2), (3, 3)]  # slots 0 and 4 share the first prompt
-    sources = torch.cat([torch.arange(lengths[p]) + int(starts[p]) for _, p in slots])
-    rows = torch.cat([torch.full((int(lengths[p]),), s) for s, p in slots])
-    positions = torch.cat([torch.arange(lengths[p]) for _, p in slots])
-    out = PrefillAttention(cache, lengths, sources, rows, positions)(0, q, k, v)
+    slots = [4, 1, 2, 0]
+    rows = torch.from_numpy(np.repeat(slots, lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    out = PrefillAttention(cache, lengths, rows, positions)(0, q, k, v)
     assert not out[total:].any()
     for prompt, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
         for i in range(length):
             seen = slice(start, start + i + 1)
             expected = oracle(q[start + i], k[seen].transpose(0, 1), v[seen].transpose(0, 1))
             torch.testing.assert_close(out[start + i].double(), expected, atol=1e-5, rtol=1e-5)
-        for slot in (s for s, p in slots if p == prompt):
-            torch.testing.assert_close(
-                cache.keys[0][slot, :, :length], k[start : start + length].transpose(0, 1)
-            )
-            torch.testing.assert_close(
-                cache.values[0][slot, :, :length], v[start : start + length].transpose(0, 1)
-            )
+        for stored, written in ((cache.keys[0], k), (cache.values[0], v)):
+            expected = written[start : start + length].transpose(0, 1)
+            torch.testing.assert_close(stored[slots[prompt], :, :length], expected)

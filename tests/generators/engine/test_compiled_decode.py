@@ -1,18 +1,19 @@
-"""A decoding step as one call: what PyTorch's operations give, to rounding, and bits that depend on
-no neighbour."""
+"""A decoding step, or the prefill of short prompts, as one call: what PyTorch's operations give, to
+rounding, and bits that depend on no neighbour."""
 
 import copy
 import platform
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig
-from ratchet.generators.engine.attention import DecodeAttention
-from ratchet.generators.engine.compiled_decode import CompiledDecoder
+from ratchet.generators.engine.attention import DecodeAttention, PrefillAttention
+from ratchet.generators.engine.compiled_decode import MAX_PROMPT, CompiledDecoder
 from ratchet.generators.engine.kv_cache import KVCache
 from ratchet.kernels import bfloat16, build, cpu
 from ratchet.models.decoder import Decoder
@@ -58,7 +59,7 @@ def cache_of(shape, rows=80, tokens=300):
 
 def step(decoder, tokens, positions, cache, slots=None):
     ours = CompiledDecoder(decoder)
-    return ours(
+    return ours.decode(
         ours.layers(),
         tokens,
         positions,
@@ -91,6 +92,45 @@ def test_it_is_the_decoders_forward(shape, threads):
         (*caches[0].keys, *caches[0].values), (*caches[1].keys, *caches[1].values), strict=True
     ):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
+
+
+def prompts_of(lengths):
+    """Return tokens, positions and slots of prompts laid end to end, in the last slots first."""
+    tokens, _ = fed(sum(lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    slots = torch.from_numpy(np.repeat(79 - np.arange(len(lengths)), lengths))
+    return tokens, positions, slots
+
+
+def prefill(decoder, prompts, lengths, cache):
+    ours = CompiledDecoder(decoder)
+    return ours.prefill(ours.layers(), *prompts, lengths, cache)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_prefill_is_the_decoders_forward(shape, threads):
+    lengths = [1, MAX_PROMPT, 3, 17, 40, 5]
+    decoder, prompts = decoder_of(shape), prompts_of(lengths)
+    tokens, positions, slots = prompts
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        caches = cache_of(shape, tokens=80), cache_of(shape, tokens=80)
+        attend = PrefillAttention(caches[0], np.array(lengths), slots, positions)
+        expected = decoder(tokens, positions, attend)
+        found = prefill(decoder, prompts, lengths, caches[1])
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+    for one, other in zip(
+        (*caches[0].keys, *caches[0].values), (*caches[1].keys, *caches[1].values), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
+    for i, end in enumerate(np.cumsum(lengths).tolist()):  # each alone has the same bits
+        rows = slice(end - lengths[i], end)
+        alone = prefill(decoder, [part[rows] for part in prompts], lengths[i : i + 1], caches[0])
+        assert torch.equal(alone, found[rows])
 
 
 @pytest.mark.medium

@@ -23,7 +23,7 @@ GREEDY = Sampling(temperature=0, max_new_tokens=12)
 SAMPLED = Sampling(max_new_tokens=40, seed=5)
 
 
-def prompts_of(count, seed=0, longest=40):
+def prompts_of(count, seed=0, longest=100):
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 67, rng.integers(1, longest + 1)).tolist() for _ in range(count)]
 
