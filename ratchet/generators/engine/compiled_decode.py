@@ -1,9 +1,9 @@
-"""Run a decoding step or the prefill of short prompts as one call of a compiled kernel.
+"""Run a decoding step and the prefill of short prompts as one call of a compiled kernel.
 
 This is for plain decoders on a CPU. PyTorch needs about twenty calls a layer, and its threads
 synchronise at each call. In the kernel, each thread computes its rows through all layers.
 
-T = tokens of the prompts, N = requests, P = prompts, d = hidden size.
+T = new tokens, d = hidden size.
 """
 
 from __future__ import annotations
@@ -96,60 +96,38 @@ class CompiledDecoder:
                     layers[-1] += (None,) if module is None else module._parameters.values()
         return layers
 
-    def decode(
-        self, layers: Layers, tokens_N: Tensor, positions_N: Tensor, slots_N: Tensor, cache: KVCache
-    ) -> Tensor:
-        """Return hidden states [N, d] of one new token in each of N slots of the cache.
-
-        This computes the same as `Decoder.forward` with a `DecodeAttention`.
-
-        layers: the result of `layers()`.
-        """
-        n_rows, threads = len(tokens_N), torch.get_num_threads()
-        chunks_per_thread = -(-n_rows // (threads * cpu.MAX_CHUNK_ROWS))
-        rows = -(-n_rows // (threads * chunks_per_thread))
-        starts = [*range(0, n_rows, rows), n_rows]
-        return self._step(layers, tokens_N, positions_N, slots_N, cache, starts)
-
-    def prefill(
+    @torch.no_grad()
+    def __call__(
         self,
         layers: Layers,
         tokens_T: Tensor,
         positions_T: Tensor,
         slots_T: Tensor,
-        lengths_P: Sequence[int],
         cache: KVCache,
+        lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """Return hidden states [T, d] of whole prompts, laid end to end, each in its own slot.
+        """Return hidden states [T, d] of new tokens, each at its position in its slot of the cache.
 
-        This computes the same as `Decoder.forward` with a `PrefillAttention`. A prompt has at most
-        MAX_PROMPT tokens.
+        This computes the same as `Decoder.forward` with a `DecodeAttention` or `PrefillAttention`.
+
+        Args:
+            layers: the result of `layers()`.
+            lengths: numbers of tokens that have one slot, in order, each at most MAX_PROMPT; None:
+                each token has a slot of its own.
         """
-        rows = min(cpu.MAX_CHUNK_ROWS, -(-len(tokens_T) // torch.get_num_threads()))
-        starts, end = [0], 0
-        for length in lengths_P:
-            chunk_rows = end - starts[-1]
-            if chunk_rows and (chunk_rows >= rows or chunk_rows + length > cpu.MAX_CHUNK_ROWS):
-                starts.append(end)
-            end += length
-        return self._step(layers, tokens_T, positions_T, slots_T, cache, [*starts, end])
-
-    @torch.no_grad()
-    def _step(
-        self,
-        layers: Layers,
-        tokens_N: Tensor,
-        positions_N: Tensor,
-        slots_N: Tensor,
-        cache: KVCache,
-        chunk_starts: Sequence[int],
-    ) -> Tensor:
+        n_tokens, threads = len(tokens_T), torch.get_num_threads()
+        chunks_per_thread = -(-n_tokens // (threads * cpu.MAX_CHUNK_ROWS))
+        rows = -(-n_tokens // (threads * chunks_per_thread))
+        if lengths is None:
+            chunk_starts = [*range(0, n_tokens, rows), n_tokens]
+        else:
+            chunk_starts = _divide(lengths, rows)
         decoder = self.decoder
         config = decoder.config
         assert decoder.norm is not None
-        assert int(positions_N.max()) < cache.capacity
-        assert int(slots_N.max()) < cache.n_slots
-        x_Nd = decoder.embed(tokens_N)
+        assert int(positions_T.max()) < cache.capacity
+        assert int(slots_T.max()) < cache.n_slots
+        x_Td = decoder.embed(tokens_T)
         layers_with_cache = [
             [*layer, *key_value_store]
             for layer, *key_value_store in zip(layers, cache.keys, cache.values, strict=True)
@@ -162,18 +140,32 @@ class CompiledDecoder:
             config.head_dim,
             config.intermediate_size,
         )
-        tables = decoder.rotary(positions_N, x_Nd.dtype)
+        tables = decoder.rotary(positions_T, x_Td.dtype)
         cpu.step(
             layers_with_cache,
-            x_Nd,
+            x_Td,
             decoder.norm.weight,
             tables,
-            (positions_N, slots_N),
+            (positions_T, slots_T),
             sizes,
             config.norm_eps,
             chunk_starts,
         )
-        return x_Nd
+        return x_Td
+
+
+def _divide(lengths: Sequence[int], rows: int) -> list[int]:
+    """Return the first row of each chunk, and the end of the last one.
+
+    A chunk has some whole sequences of these lengths, together about `rows`.
+    """
+    starts, end = [0], 0
+    for length in lengths:
+        chunk_rows = end - starts[-1]
+        if chunk_rows and (chunk_rows >= rows or chunk_rows + length > cpu.MAX_CHUNK_ROWS):
+            starts.append(end)
+        end += length
+    return [*starts, end]
 
 
 def _list_modules(block: DecoderLayer) -> list[nn.Module | None]:

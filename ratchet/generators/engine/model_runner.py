@@ -15,14 +15,15 @@ from torch import Tensor
 
 from ratchet.generators.engine.attention import DecodeAttention, PrefillAttention
 from ratchet.generators.engine.cast_weights import CastDecoder
-from ratchet.generators.engine.compiled_decode import MAX_PROMPT, CompiledDecoder
+from ratchet.generators.engine.compiled_decode import MAX_PROMPT, CompiledDecoder, Layers
 from ratchet.generators.engine.kv_cache import KVCache
 from ratchet.generators.engine.layout import concatenate_ranges, round_up_to, split_spans
 from ratchet.generators.engine.limits import SchedulerLimits
 from ratchet.generators.engine.multi_lora import MultiLoRA
+from ratchet.generators.engine.prompt_batch import PromptBatch
 from ratchet.generators.engine.running_requests import ActiveSlots, RequestSlots
 from ratchet.generators.engine.step_graphs import LEAST_ROWS, round_up_to_bucket
-from ratchet.generators.request import GenerationRequest, PromptKey
+from ratchet.generators.request import GenerationRequest
 from ratchet.kernels import bfloat16
 from ratchet.models.decoder import AttentionFn, Decoder
 from ratchet.models.layers.expert_routing import RouteRecorder
@@ -152,41 +153,86 @@ class ModelRunner:
         The requests get the slots from `first_slot` on, which `reserve` has made. Each distinct
         prompt is computed once, in the slot of the first request that has it.
         """
-        count = len(requests)
-        self.active = None
-        # P = distinct prompts; prompt_N: the index of each request's prompt among them.
-        prompt_numbers: dict[tuple[str | None, PromptKey], int] = {}
-        prompt_N = np.array(
-            [prompt_numbers.setdefault(request.key, len(prompt_numbers)) for request in requests]
-        )
-        prompts = [np.frombuffer(tokens, dtype=np.int64) for _, (tokens, _) in prompt_numbers]
-        lengths_P = np.array([len(prompt) for prompt in prompts])
-        starts_P = np.cumsum(lengths_P) - lengths_P
-        self.slots.enter(requests, first_slot)
-
-        lengths_N = lengths_P[prompt_N]
-        slots_N = np.arange(first_slot, first_slot + count)
-        positions = concatenate_ranges(lengths_N)
-        sources = self._upload(np.repeat(starts_P[prompt_N], lengths_N) + positions)
-        tokens_T = self._upload(np.concatenate(prompts))
-        targets = self._upload(np.repeat(slots_N, lengths_N)), self._upload(positions)
-        self.slots.store(*targets, tokens_T[sources])
+        prompts = PromptBatch.of(requests, first_slot)
+        tokens_T = self._enter(requests, prompts)
         recorder = None
         if any(request.sampling.routes for request in requests):
             recorder = self._make_recorder(len(tokens_T))
-        adapters = [adapter for adapter, _ in prompt_numbers]
-        slots_P = slots_N[np.unique(prompt_N, return_index=True)[1]]
-        hidden_Td = self._compute_sequences(tokens_T, lengths_P, adapters, slots_P, recorder)
-        computed_N = slots_P[prompt_N]
-        has_copy = computed_N != slots_N
-        if has_copy.any():
-            copies = self._upload(computed_N[has_copy]), self._upload(slots_N[has_copy])
-            self.cache.copy_slots(*copies, int(lengths_N[has_copy].max()))
+        hidden_Td = self._compute_sequences(
+            tokens_T, prompts.lengths_P, prompts.adapters, prompts.slots_P, recorder
+        )
+        self._copy_prompts(prompts)
         if recorder is not None:
-            self.slots.routes_RCLK.index_put_(targets, recorder.experts_TLK[sources])
-        last_N = (starts_P + lengths_P - 1)[prompt_N]
-        padded = np.pad(last_N, (0, -count % self.limits.row_multiple), mode="edge")
+            sources, *targets = map(self._upload, prompts.locate_tokens())
+            self.slots.routes_RCLK.index_put_(tuple(targets), recorder.experts_TLK[sources])
+        return self._select_rows(hidden_Td, prompts.last_N)
+
+    def can_prefill_beside(
+        self, requests: Sequence[GenerationRequest], running: Sequence[GenerationRequest]
+    ) -> bool:
+        """True if `prefill_and_decode` can compute these requests."""
+        return (
+            all(len(request.prompt) <= MAX_PROMPT for request in requests)
+            and all(request.sampling.adapter is None for request in (*requests, *running))
+            and not any(request.sampling.routes for request in (*requests, *running))
+            and self._get_layers() is not None
+        )
+
+    def prefill_and_decode(
+        self, requests: Sequence[GenerationRequest], running: Sequence[GenerationRequest]
+    ) -> tuple[ActiveSlots, Tensor]:
+        """Compute the prompts of entering requests and the next token of running ones in one call.
+
+        Returns the slots of all these requests, and hidden states of their last tokens, the running
+        ones first: [N, d], followed by padding rows. `reserve` has made room.
+        """
+        layers = self._get_layers()
+        assert layers is not None
+        n_running = len(running)
+        prompts = PromptBatch.of(requests, n_running)
+        tokens_T = self._enter(requests, prompts)
+        self.active = active = self.slots.upload_active([*running, *requests])
+        self.prefilled_tokens += len(tokens_T)
+        self.decoded_tokens += n_running
+        slots = np.concatenate(
+            [np.arange(n_running), np.repeat(prompts.slots_P, prompts.lengths_P)]
+        )
+        positions = torch.from_numpy(concatenate_ranges(prompts.lengths_P))
+        hidden_Td = self.compiled(
+            layers,
+            torch.cat([active.input_tokens[:n_running], tokens_T]),
+            torch.cat([active.positions[:n_running], positions]),
+            torch.from_numpy(slots),
+            self.cache,
+            [1] * n_running + prompts.lengths_P.tolist(),
+        )
+        self._copy_prompts(prompts)
+        rows = np.concatenate([np.arange(n_running), n_running + prompts.last_N])
+        return active, self._select_rows(hidden_Td, rows)
+
+    def _enter(self, requests: Sequence[GenerationRequest], prompts: PromptBatch) -> Tensor:
+        """Write the requests to their slots, and return the tokens of distinct prompts, [T]."""
+        self.active = None
+        self.slots.enter(requests, int(prompts.slots_N[0]))
+        tokens_T = self._upload(prompts.tokens_T)
+        sources, slots, positions = map(self._upload, prompts.locate_tokens())
+        self.slots.store(slots, positions, tokens_T[sources])
+        return tokens_T
+
+    def _copy_prompts(self, prompts: PromptBatch) -> None:
+        """Copy computed prompts to the slots of the other requests that have them."""
+        sources, targets, length = prompts.list_copies()
+        if length:
+            self.cache.copy_slots(self._upload(sources), self._upload(targets), length)
+
+    def _select_rows(self, hidden_Td: Tensor, rows: NDArray[np.int64]) -> Tensor:
+        """Return these rows, followed by padding rows."""
+        padded = np.pad(rows, (0, -len(rows) % self.limits.row_multiple), mode="edge")
         return hidden_Td.index_select(0, self._upload(padded))
+
+    def _get_layers(self) -> Layers | None:
+        """Return the weights for the compiled kernel; None if it can't compute with them."""
+        return self.compiled.layers() if self.cast is None else None
 
     def recompute_cache(self, requests: Sequence[GenerationRequest]) -> None:
         """Recompute the keys and values of all running requests with the new weights.
@@ -224,9 +270,8 @@ class ModelRunner:
             recorder: records the experts of each token; None records none.
         """
         self.prefilled_tokens += len(tokens_T)
-        has_kernel = self.cast is None and recorder is None
-        layers = self.compiled.layers() if has_kernel else None
-        if layers is None:
+        layers = self._get_layers()
+        if layers is None or recorder is not None:
             return self._prefill_with_torch(tokens_T, lengths_P, adapters, slots_P, recorder)
         adapters_P = np.array(adapters, dtype=object)
         is_compiled_P = (lengths_P <= MAX_PROMPT) & np.equal(adapters_P, None)
@@ -237,13 +282,13 @@ class ModelRunner:
             rows = torch.from_numpy(np.flatnonzero(np.repeat(part_P, lengths_P)))
             if part_P is is_compiled_P:
                 positions, slots = concatenate_ranges(lengths), np.repeat(slots, lengths)
-                hidden_Td[rows] = self.compiled.prefill(
+                hidden_Td[rows] = self.compiled(
                     layers,
                     tokens_T[rows],
                     torch.from_numpy(positions),
                     torch.from_numpy(slots),
-                    lengths.tolist(),
                     self.cache,
+                    lengths.tolist(),
                 )
             else:
                 hidden = self._prefill_with_torch(
@@ -318,12 +363,12 @@ class ModelRunner:
         If the compiled step is available, it always computes the requests without an adapter,
         even if other running requests have one: a request's bits must not depend on its neighbours.
         """
-        if self.cast is not None or (layers := self.compiled.layers()) is None:
+        if (layers := self._get_layers()) is None:
             return self._decode_with_torch(active, longest)
         count = active.n_slots
         slots = torch.arange(count)
         if active.adapters is None:
-            hidden = self.compiled.decode(
+            hidden = self.compiled(
                 layers, active.input_tokens[:count], active.positions[:count], slots, self.cache
             )
             padding = len(active.input_tokens) - count
@@ -333,7 +378,7 @@ class ModelRunner:
         if len(slots):
             tokens = active.input_tokens[slots]
             positions = active.positions[slots]
-            hidden[slots] = self.compiled.decode(layers, tokens, positions, slots, self.cache)
+            hidden[slots] = self.compiled(layers, tokens, positions, slots, self.cache)
         return hidden
 
     def _decode_with_torch(self, active: ActiveSlots, longest: int) -> Tensor:

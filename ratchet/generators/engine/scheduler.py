@@ -212,14 +212,21 @@ class Scheduler:
         an error. If computing them together raises, each is computed alone, and only requests that
         raise again fail. Their error is RequestFailed if the model can compute other requests.
         """
+        runner, n_running = self.runner, len(self.running)
         longest = max(len(request.prompt) for request in batch)
-        self.runner.reserve(len(self.running) + len(batch), longest + 1)
+        longest = max(longest, int(self.slots.lengths[:n_running].max(initial=0)))
+        runner.reserve(n_running + len(batch), longest + 1)
         try:
-            hidden_Nd = self.runner.prefill(batch, len(self.running))
+            if n_running and runner.can_prefill_beside(batch, self.running):
+                active, hidden_Nd = runner.prefill_and_decode(batch, self.running)
+                self._admitting_steps = 0
+            else:
+                hidden_Nd = runner.prefill(batch, n_running)
+                active = None
         except Exception:  # an error of one request must not fail the others
             self._admit_each(batch)
         else:
-            self._activate(batch, hidden_Nd)
+            self._activate(batch, hidden_Nd, active)
 
     def _admit_each(self, batch: list[GenerationRequest]) -> None:
         broken: dict[GenerationRequest, Exception] = {}
@@ -235,14 +242,22 @@ class Scheduler:
         for request, error in broken.items():
             request.fail(make_request_error(request, error) if can_compute_others else error)
 
-    def _activate(self, batch: list[GenerationRequest], hidden_Nd: Tensor) -> None:
-        """Draw the first tokens of requests whose prompts have been computed."""
+    def _activate(
+        self,
+        batch: list[GenerationRequest],
+        hidden_Nd: Tensor,
+        active: ActiveSlots | None = None,
+    ) -> None:
+        """Draw the first tokens of requests whose prompts have been computed.
+
+        active: all running requests, if they too get a token; None: only the batch does.
+        """
         first = len(self.running)
         self.running += batch
         for request in batch:
             self.waiting.remove(request)
             request.version_starts.append((0, self.version))
-        self._append_tokens(self.slots.upload_active(batch, first), hidden_Nd)
+        self._append_tokens(active or self.slots.upload_active(batch, first), hidden_Nd)
 
     # --- requests grow and leave
 

@@ -59,7 +59,7 @@ def cache_of(shape, rows=80, tokens=300):
 
 def step(decoder, tokens, positions, cache, slots=None):
     ours = CompiledDecoder(decoder)
-    return ours.decode(
+    return ours(
         ours.layers(),
         tokens,
         positions,
@@ -104,7 +104,7 @@ def prompts_of(lengths):
 
 def prefill(decoder, prompts, lengths, cache):
     ours = CompiledDecoder(decoder)
-    return ours.prefill(ours.layers(), *prompts, lengths, cache)
+    return ours(ours.layers(), *prompts, cache, lengths)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
