@@ -146,6 +146,39 @@ def test_an_environment_of_text_is_played_in_threads_by_independent_copies():
 
 
 @pytest.mark.needs("gymnasium")
+@pytest.mark.parametrize(
+    ("words", "says", "expected"),
+    [
+        ((), ["-1", "I choose −1.", "option-1", "0", "1", "-2"], [-1, -1, 1, 0, 1, None]),
+        (
+            ("turn left", "turn left twice", "-->"),
+            ["Turn  left!", "turn left twice", "now -->", "turn lefty", "left"],
+            [-1, 0, 1, None, None],
+        ),
+    ],
+)
+def test_an_action_may_be_negative_or_several_words(words, says, expected):
+    import gymnasium
+
+    class Dial(gymnasium.Env):
+        observation_space = gymnasium.spaces.Discrete(1)
+        action_space = gymnasium.spaces.Discrete(3, start=-1)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return 0, {}
+
+        def step(self, action):
+            return 0, float(action), False, False, {}
+
+    if "Dial-v0" not in gymnasium.registry:
+        gymnasium.register("Dial-v0", entry_point=Dial)
+    dial = GymnasiumEnvironment(GymnasiumConfig(id="Dial-v0", actions=words))
+    steps = play(dial, says)[1]
+    assert [None if step.metrics["illegal_moves"] else step.reward for step in steps] == expected
+
+
+@pytest.mark.needs("gymnasium")
 def test_an_episode_that_never_ends_ends_at_max_turns():
     lake = GymnasiumEnvironment(GymnasiumConfig(**LAKE, max_turns=3))
     assert [step.done for step in play(lake, ["left"] * 3)[1]] == [False, False, True]
@@ -176,6 +209,7 @@ def test_a_gymnasium_environment_that_is_no_text_is_refused(settings, message):
     [
         (GymnasiumConfig, {"id": "x", "prompt": "go"}, "prompt has neither {observation} nor"),
         (GymnasiumConfig, {"id": "x", "actions": ("up", "Up")}, "repeat a word"),
+        (GymnasiumConfig, {"id": "x", "actions": ("up", "down ")}, "'down ': write a word"),
         (GemConfig, {}, "set either id"),
         (GemConfig, {"id": "a", "path": "b:C"}, "set either id"),
         (GemConfig, {"path": "b.C"}, "String should match"),
@@ -245,6 +279,12 @@ def test_a_reward_that_is_text_is_no_number(monkeypatch):
         DataError, match=r"step \(.*\) returned '0.0' as a reward, it must be a fin"
     ):
         play(environment, ["1"])
+
+
+def test_what_can_be_no_metric_in_an_environments_info_is_left_out(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    steps = play(GemEnvironment(GemConfig(path="doubling:Chatty")), ["1"])[1]
+    assert steps[0].metrics == {"hits": 2.0, "environment_truncated": 0.0}
 
 
 @pytest.mark.needs("gem")
