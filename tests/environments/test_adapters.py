@@ -373,8 +373,9 @@ def test_a_verifiers_environment_of_many_turns_goes_on_in_its_own_code(words):
 
 
 @pytest.mark.needs("verifiers")
-def test_stop_functions_and_the_turn_limit_end_the_conversation_and_it_is_judged(words):
-    environment = words(options={"turns": True}, max_turns=2)
+@pytest.mark.parametrize("limit", [{"max_turns": 2}, {"env": {"speller": {"max_turns": 2}}}])
+def test_stop_functions_and_the_turn_limit_end_the_conversation_and_it_is_judged(words, limit):
+    environment = words(options={"turns": True}, **limit)
     _, (shouted,) = play(environment, ["a!"])
     assert (shouted.done, shouted.reward, shouted.metrics["cut"]) == (True, 0.5, 1.0)
     _, steps = play(environment, ["a", "b"])
@@ -442,10 +443,84 @@ def test_a_rollout_of_verifiers_gives_the_same_steps(words, turns):
 
 
 @pytest.mark.needs("verifiers")
+@pytest.mark.parametrize("needs_rollout", [False, True])
+def test_a_count_of_tokens_fails_the_attempt_because_environments_see_none(
+    words, monkeypatch, needs_rollout
+):
+    import verifiers.v1 as vf
+
+    async def letters(self, trace: vf.Trace) -> float:
+        return float(trace.num_output_tokens)
+
+    environment = words()
+    environment._needs_rollout = needs_rollout
+    task_type = type(environment.inner_tasks["words_taskset/0"])
+    monkeypatch.setattr(task_type, "letters", vf.metric(letters))
+    with pytest.raises(UserCodeFailed, match="reads the number of tokens"):
+        play(environment, ["a"])
+
+
+@pytest.mark.needs("verifiers")
+def test_functions_and_judges_that_take_a_runtime_get_one(words, monkeypatch):
+    import verifiers.v1 as vf
+
+    class Judge:
+        reward_name, config = "judged", vf.JudgeConfig(weight=3.0)
+
+        async def score(self, trace: vf.Trace, runtime: vf.Runtime) -> float:
+            return 1.0
+
+    async def letters(self, trace: vf.Trace, runtime: vf.Runtime | None = None) -> float:
+        return float(runtime is not None)
+
+    task_type = type(words().inner_tasks["words_taskset/0"])
+    with monkeypatch.context() as patch:
+        patch.setattr(task_type, "letters", vf.metric(letters))
+        assert play(words(), ["A"])[1][-1].metrics["letters"] == 1.0
+    monkeypatch.setattr(task_type, "plugged_judges", lambda self: [Judge()])
+    assert play(words(), ["A"])[1][-1].reward == 3.0
+
+
+@pytest.mark.needs("verifiers")
+def test_a_task_that_the_environment_makes_itself_is_played_with_its_tools_or_not_at_all(
+    words, monkeypatch
+):
+    environment = words()
+
+    class Tooled(type(environment.inner_tasks["words_taskset/0"])):
+        @classmethod
+        def toolsets(cls, config):
+            return ["tools"]
+
+    async def run(self, task, agents):
+        await agents.speller.run(Tooled(task.data, task.config))
+
+    monkeypatch.setattr(type(environment.inner), "run", run)
+    with pytest.raises(UserCodeFailed, match="plays a Tooled with tools or a runtime"):
+        play(environment, ["a"])
+
+
+@pytest.mark.needs("verifiers")
+def test_resources_that_an_environment_of_verifiers_starts_for_a_run_are_refused(
+    words, monkeypatch
+):
+    async def start(self):
+        self.index = {}
+
+    monkeypatch.setattr(type(words().inner), "start", start)
+    with pytest.raises(ConfigError, match="WordsEnv has `start` or `stop`"):
+        words()
+
+
+@pytest.mark.needs("verifiers")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"taskset": "no_such_taskset"}, "no_such_taskset"),
+        (
+            {"taskset": "words_taskset", "env": {"speller": {"max_output_tokens": 5}}},
+            "speller.max_output_tokens=5 can't be held",
+        ),
         ({"taskset": "words_taskset", "seat": "judge"}, "seat=judge: .* one of speller"),
         ({"taskset": "words_taskset", "options": {"colour": 1}}, "colour"),
         ({"taskset": "boxed_taskset"}, "needs a container"),
