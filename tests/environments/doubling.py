@@ -52,3 +52,18 @@ class Chatty(Doubling):
         *step, _ = super().step(action)
         info = {"metrics": None, "best": float("inf"), "state": 10**400, 3: 4, "hits": np.int64(2)}
         return *step, info
+
+
+class OldReset(Doubling):
+    """An environment of gym's old interface: `reset` returns an observation of two characters."""
+
+    def reset(self, seed=None):
+        return super().reset(seed)[0][:2]
+
+
+class OldStep(Doubling):
+    """An environment of gym's old interface: `step` returns four values."""
+
+    def step(self, action):
+        observation, reward, done, _, info = super().step(action)
+        return observation, reward, done, info

@@ -287,6 +287,22 @@ def test_what_can_be_no_metric_in_an_environments_info_is_left_out(monkeypatch):
     assert steps[0].metrics == {"hits": 2.0, "environment_truncated": 0.0}
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("OldReset", r"OldReset: reset returned 'Nu'. It must return \(observation, info\)"),
+        (
+            "OldStep",
+            r"OldStep: step returned .* \(observation, reward, terminated, truncated, info",
+        ),
+    ],
+)
+def test_the_old_interface_of_gym_is_named_in_the_error(monkeypatch, kind, message):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    with pytest.raises(DataError, match=message):
+        play(GemEnvironment(GemConfig(path=f"doubling:{kind}")), ["1"])
+
+
 @pytest.mark.needs("gem")
 def test_guess_the_number_of_gem_is_won_by_halving():
     level, handlers = logging.getLogger().level, list(logging.getLogger().handlers)

@@ -73,7 +73,7 @@ class GemEnvironment(ResetStepEnvironment):
         return Observation(prompt, str(observation))
 
     def take_action(self, text: str) -> Observation:
-        observation, reward, terminated, truncated, info = self.inner.step(text)
+        observation, reward, terminated, truncated, info = self.step_inner(text)
         metrics = {**info, **(info.get("metrics") or {})}
         # What else is in `info` is no metric, and must not fail the attempt.
         numeric_metrics = {

@@ -130,7 +130,7 @@ class GymnasiumEnvironment(ResetStepEnvironment):
         if action is None:
             reply = "There is no such action.\n" + self._fill_template(self.config.reply)
             return Observation(reply, str(self._observation), metrics=_make_metrics(illegal=True))
-        self._observation, reward, terminated, truncated, _ = self.inner.step(action)
+        self._observation, reward, terminated, truncated, _ = self.step_inner(action)
         return Observation(
             text=self._fill_template(self.config.reply),
             state=str(self._observation),
