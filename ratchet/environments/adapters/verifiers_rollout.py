@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 PROXY_HINT = "run verifiers' own client against Ratchet's OpenAI-compatible proxy instead"
 
 Tools = Sequence[Mapping[str, Any]]
+# Properties of a trace that count tokens.
+TOKEN_COUNTS = ("usage", "num_input_tokens", "num_output_tokens", "num_total_tokens")
 RequestTurn = Callable[[Sequence[Message], Tools], Awaitable[Message | None]]
 
 
@@ -67,10 +69,7 @@ def get_trace_type() -> type[vf.Trace]:
             f"or turns, or {PROXY_HINT}"
         )
 
-    class PolicyTrace(Trace):
-        usage = num_input_tokens = num_output_tokens = num_total_tokens = property(refuse)
-
-    return PolicyTrace
+    return type("PolicyTrace", (Trace,), dict.fromkeys(TOKEN_COUNTS, property(refuse)))
 
 
 def _hide_tokens(trace: vf.Trace) -> None:
