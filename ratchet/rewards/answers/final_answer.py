@@ -115,6 +115,7 @@ SUFFIX = re.compile(
     rf"(?<=[\d\s{{])((?i:[ap]\.?m|(?:(?:{'|'.join(UNITS)})(?:{PER.pattern}))?"
     rf"(?:{'|'.join(UNITS)}))|{SCALE})(?:\}}?\^\{{?([0-9]))?$"
 )
+SUM = re.compile(r"\+|[\w})]\s*-")
 # A currency before or after a number. A dollar sign of two surrounds a formula.
 CURRENCY = re.compile(
     r"(?P<dollar>^-?(?:US)?(?:\\?\$|USD)-? ?[0-9.][^$]*$|\b(?:dollars?|USD)\W*$)"
@@ -222,8 +223,10 @@ def end_with_different_suffixes(a: str, b: str) -> bool:
 
 def _read_suffix(text: str) -> tuple[str, ...] | None:
     """Return AM or PM, the word of scale, or the unit and its power, at the end of an answer."""
-    match = SUFFIX.search(text.strip(" .}$"))
-    if match is None:
+    text = text.strip(" .}$")
+    match = SUFFIX.search(text)
+    # In 4m^2 + 2s^2 these letters are variables.
+    if match is None or SUM.search(text, 0, match.start()):
         return None
     parts = PER.split(match[1].casefold().replace(".", ""))
     return (*(UNITS.get(part, part) for part in parts), match[2] or "")

@@ -95,6 +95,7 @@ ALGEBRA_RIGHT = [
     ("<answer>The share is $\\frac{1}{2}$.</answer>", "0.5"),
     (r"\boxed{\frac{2}{4}\text{ of the pie}}", r"\frac12"),
     (r"\boxed{\log_2 8}", "3"),
+    (r"\boxed{4m^2 + 2s^2}", "2s^2 + 4m^2"),
     (r"\boxed{x \ge 1}", r"[1,\infty)"),
     (r"\boxed{1 < x \le 2}", "(1,2]"),
 ]
