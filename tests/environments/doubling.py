@@ -43,3 +43,27 @@ class Textual(Doubling):
     def step(self, action):
         text, reward, *end = super().step(action)
         return text, str(reward), *end
+
+
+class Chatty(Doubling):
+    """An environment whose `info` holds what can be no metric."""
+
+    def step(self, action):
+        *step, _ = super().step(action)
+        info = {"metrics": None, "best": float("inf"), "state": 10**400, 3: 4, "hits": np.int64(2)}
+        return *step, info
+
+
+class OldReset(Doubling):
+    """An environment of gym's old interface: `reset` returns an observation of two characters."""
+
+    def reset(self, seed=None):
+        return super().reset(seed)[0][:2]
+
+
+class OldStep(Doubling):
+    """An environment of gym's old interface: `step` returns four values."""
+
+    def step(self, action):
+        observation, reward, done, _, info = super().step(action)
+        return observation, reward, done, info

@@ -146,6 +146,39 @@ def test_an_environment_of_text_is_played_in_threads_by_independent_copies():
 
 
 @pytest.mark.needs("gymnasium")
+@pytest.mark.parametrize(
+    ("words", "says", "expected"),
+    [
+        ((), ["-1", "I choose −1.", "option-1", "0", "1", "-2"], [-1, -1, 1, 0, 1, None]),
+        (
+            ("turn left", "turn left twice", "-->"),
+            ["Turn  left!", "turn left twice", "now -->", "turn lefty", "left"],
+            [-1, 0, 1, None, None],
+        ),
+    ],
+)
+def test_an_action_may_be_negative_or_several_words(words, says, expected):
+    import gymnasium
+
+    class Dial(gymnasium.Env):
+        observation_space = gymnasium.spaces.Discrete(1)
+        action_space = gymnasium.spaces.Discrete(3, start=-1)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return 0, {}
+
+        def step(self, action):
+            return 0, float(action), False, False, {}
+
+    if "Dial-v0" not in gymnasium.registry:
+        gymnasium.register("Dial-v0", entry_point=Dial)
+    dial = GymnasiumEnvironment(GymnasiumConfig(id="Dial-v0", actions=words))
+    steps = play(dial, says)[1]
+    assert [None if step.metrics["illegal_moves"] else step.reward for step in steps] == expected
+
+
+@pytest.mark.needs("gymnasium")
 def test_an_episode_that_never_ends_ends_at_max_turns():
     lake = GymnasiumEnvironment(GymnasiumConfig(**LAKE, max_turns=3))
     assert [step.done for step in play(lake, ["left"] * 3)[1]] == [False, False, True]
@@ -176,6 +209,7 @@ def test_a_gymnasium_environment_that_is_no_text_is_refused(settings, message):
     [
         (GymnasiumConfig, {"id": "x", "prompt": "go"}, "prompt has neither {observation} nor"),
         (GymnasiumConfig, {"id": "x", "actions": ("up", "Up")}, "repeat a word"),
+        (GymnasiumConfig, {"id": "x", "actions": ("up", "down ")}, "'down ': write a word"),
         (GemConfig, {}, "set either id"),
         (GemConfig, {"id": "a", "path": "b:C"}, "set either id"),
         (GemConfig, {"path": "b.C"}, "String should match"),
@@ -245,6 +279,28 @@ def test_a_reward_that_is_text_is_no_number(monkeypatch):
         DataError, match=r"step \(.*\) returned '0.0' as a reward, it must be a fin"
     ):
         play(environment, ["1"])
+
+
+def test_what_can_be_no_metric_in_an_environments_info_is_left_out(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    steps = play(GemEnvironment(GemConfig(path="doubling:Chatty")), ["1"])[1]
+    assert steps[0].metrics == {"hits": 2.0, "environment_truncated": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("OldReset", r"OldReset: reset returned 'Nu'. It must return \(observation, info\)"),
+        (
+            "OldStep",
+            r"OldStep: step returned .* \(observation, reward, terminated, truncated, info",
+        ),
+    ],
+)
+def test_the_old_interface_of_gym_is_named_in_the_error(monkeypatch, kind, message):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    with pytest.raises(DataError, match=message):
+        play(GemEnvironment(GemConfig(path=f"doubling:{kind}")), ["1"])
 
 
 @pytest.mark.needs("gem")
@@ -333,8 +389,9 @@ def test_a_verifiers_environment_of_many_turns_goes_on_in_its_own_code(words):
 
 
 @pytest.mark.needs("verifiers")
-def test_stop_functions_and_the_turn_limit_end_the_conversation_and_it_is_judged(words):
-    environment = words(options={"turns": True}, max_turns=2)
+@pytest.mark.parametrize("limit", [{"max_turns": 2}, {"env": {"speller": {"max_turns": 2}}}])
+def test_stop_functions_and_the_turn_limit_end_the_conversation_and_it_is_judged(words, limit):
+    environment = words(options={"turns": True}, **limit)
     _, (shouted,) = play(environment, ["a!"])
     assert (shouted.done, shouted.reward, shouted.metrics["cut"]) == (True, 0.5, 1.0)
     _, steps = play(environment, ["a", "b"])
@@ -402,10 +459,84 @@ def test_a_rollout_of_verifiers_gives_the_same_steps(words, turns):
 
 
 @pytest.mark.needs("verifiers")
+@pytest.mark.parametrize("needs_rollout", [False, True])
+def test_a_count_of_tokens_fails_the_attempt_because_environments_see_none(
+    words, monkeypatch, needs_rollout
+):
+    import verifiers.v1 as vf
+
+    async def letters(self, trace: vf.Trace) -> float:
+        return float(trace.num_output_tokens)
+
+    environment = words()
+    environment._needs_rollout = needs_rollout
+    task_type = type(environment.inner_tasks["words_taskset/0"])
+    monkeypatch.setattr(task_type, "letters", vf.metric(letters))
+    with pytest.raises(UserCodeFailed, match="reads the number of tokens"):
+        play(environment, ["a"])
+
+
+@pytest.mark.needs("verifiers")
+def test_functions_and_judges_that_take_a_runtime_get_one(words, monkeypatch):
+    import verifiers.v1 as vf
+
+    class Judge:
+        reward_name, config = "judged", vf.JudgeConfig(weight=3.0)
+
+        async def score(self, trace: vf.Trace, runtime: vf.Runtime) -> float:
+            return 1.0
+
+    async def letters(self, trace: vf.Trace, runtime: vf.Runtime | None = None) -> float:
+        return float(runtime is not None)
+
+    task_type = type(words().inner_tasks["words_taskset/0"])
+    with monkeypatch.context() as patch:
+        patch.setattr(task_type, "letters", vf.metric(letters))
+        assert play(words(), ["A"])[1][-1].metrics["letters"] == 1.0
+    monkeypatch.setattr(task_type, "plugged_judges", lambda self: [Judge()])
+    assert play(words(), ["A"])[1][-1].reward == 3.0
+
+
+@pytest.mark.needs("verifiers")
+def test_a_task_that_the_environment_makes_itself_is_played_with_its_tools_or_not_at_all(
+    words, monkeypatch
+):
+    environment = words()
+
+    class Tooled(type(environment.inner_tasks["words_taskset/0"])):
+        @classmethod
+        def toolsets(cls, config):
+            return ["tools"]
+
+    async def run(self, task, agents):
+        await agents.speller.run(Tooled(task.data, task.config))
+
+    monkeypatch.setattr(type(environment.inner), "run", run)
+    with pytest.raises(UserCodeFailed, match="plays a Tooled with tools or a runtime"):
+        play(environment, ["a"])
+
+
+@pytest.mark.needs("verifiers")
+def test_resources_that_an_environment_of_verifiers_starts_for_a_run_are_refused(
+    words, monkeypatch
+):
+    async def start(self):
+        self.index = {}
+
+    monkeypatch.setattr(type(words().inner), "start", start)
+    with pytest.raises(ConfigError, match="WordsEnv has `start` or `stop`"):
+        words()
+
+
+@pytest.mark.needs("verifiers")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"taskset": "no_such_taskset"}, "no_such_taskset"),
+        (
+            {"taskset": "words_taskset", "env": {"speller": {"max_output_tokens": 5}}},
+            "speller.max_output_tokens=5 can't be held",
+        ),
         ({"taskset": "words_taskset", "seat": "judge"}, "seat=judge: .* one of speller"),
         ({"taskset": "words_taskset", "options": {"colour": 1}}, "colour"),
         ({"taskset": "boxed_taskset"}, "needs a container"),

@@ -49,8 +49,9 @@ HONEST = {
     ),
     "late imports": ("import sqlite3, zlib, ssl, xml.etree, decimal, bz2; print('ok')", b"", "ok"),
     "deep recursion": (
-        "import sys\nsys.setrecursionlimit(10**5)\ndef f(n): return n and 1 + f(n - "
-        "1)\nprint(f(50000))",
+        "import resource, sys\nsys.setrecursionlimit(10**5)\n"
+        "resource.setrlimit(resource.RLIMIT_STACK, (2**29, resource.RLIM_INFINITY))\n"
+        "def f(n): return n and 1 + f(n - 1)\nprint(f(50000))",
         b"",
         "50000",
     ),

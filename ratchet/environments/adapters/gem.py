@@ -16,6 +16,7 @@ from ratchet.environments.adapters.reset_step import (
 )
 from ratchet.errors import ConfigError, suggest_install
 from ratchet.rewards.integrations.base import read_number
+from ratchet.types import is_finite_number
 
 # Counters of gem's ToolEnvWrapper since the beginning of the episode.
 TOOL_COUNTERS = frozenset({"tool_use_counter", "tool_success_counter"})
@@ -72,10 +73,13 @@ class GemEnvironment(ResetStepEnvironment):
         return Observation(prompt, str(observation))
 
     def take_action(self, text: str) -> Observation:
-        observation, reward, terminated, truncated, info = self.inner.step(text)
-        metrics = {**info, **info.get("metrics", {})}
+        observation, reward, terminated, truncated, info = self.step_inner(text)
+        metrics = {**info, **(info.get("metrics") or {})}
+        # What else is in `info` is no metric, and must not fail the attempt.
         numeric_metrics = {
-            name: float(value) for name, value in metrics.items() if isinstance(value, int | float)
+            name: float(value)
+            for name, value in metrics.items()
+            if isinstance(name, str) and is_finite_number(value)
         }
         # Metrics are summed over turns, and these counters already are.
         for name in TOOL_COUNTERS & numeric_metrics.keys():

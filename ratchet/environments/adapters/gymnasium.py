@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -16,6 +16,9 @@ from ratchet.environments.adapters.reset_step import (
 from ratchet.errors import ConfigError, MissingDependency
 from ratchet.rewards.integrations.base import read_number
 
+# A whole number with its sign; the hyphen of "option-1" is none.
+NUMBER = re.compile(r"(?<!\w)-?[0-9]+(?!\w)")
+
 
 class GymnasiumConfig(ResetStepConfig):
     """A Gymnasium environment with discrete or text observations and actions, by its id."""
@@ -27,7 +30,8 @@ class GymnasiumConfig(ResetStepConfig):
     kwargs: dict[str, Any] = Field({})
     """Further keyword arguments of gymnasium.make."""
     actions: tuple[str, ...] = ()
-    """Words for the actions of a Discrete space, in order; empty: the actions are numbers."""
+    """Words for the actions of a Discrete space, in order, each of one or several words; empty: the
+    actions are numbers."""
     prompt: str = "{observation}"
     """First message, with {observation} or {screen} (the result of render)."""
     reply: str = "{observation}"
@@ -45,7 +49,10 @@ class GymnasiumConfig(ResetStepConfig):
                     f"{name} has neither {{observation}} nor {{screen}}: add one, or the policy "
                     "would see nothing"
                 )
-        if len({action.lower() for action in self.actions}) < len(self.actions):
+        for action in self.actions:
+            if not action or action != action.strip():
+                raise ValueError(f"actions has {action!r}: write a word without spaces around it")
+        if len(set(map(_normalise, self.actions))) < len(self.actions):
             raise ValueError(
                 "actions repeat a word (case is ignored): give each action another word"
             )
@@ -64,6 +71,8 @@ class GymnasiumEnvironment(ResetStepEnvironment):
         inner = self._make_inner_or_raise()
         self.discrete_space = inner.action_space if hasattr(inner.action_space, "n") else None
         self._check_settings(inner)
+        self._actions = self._name_actions()
+        self._action_pattern = _compile_words(self._actions) if config.actions else NUMBER
         inner.close()
 
     def make_inner(self) -> Any:
@@ -121,7 +130,7 @@ class GymnasiumEnvironment(ResetStepEnvironment):
         if action is None:
             reply = "There is no such action.\n" + self._fill_template(self.config.reply)
             return Observation(reply, str(self._observation), metrics=_make_metrics(illegal=True))
-        self._observation, reward, terminated, truncated, _ = self.inner.step(action)
+        self._observation, reward, terminated, truncated, _ = self.step_inner(action)
         return Observation(
             text=self._fill_template(self.config.reply),
             state=str(self._observation),
@@ -138,18 +147,38 @@ class GymnasiumEnvironment(ResetStepEnvironment):
         """
         if self.discrete_space is None:
             return text if self.inner.action_space.contains(text) else None
-        index_by_word = {word.lower(): index for index, word in enumerate(self.config.actions)}
-        if not index_by_word:
-            index_by_word = {
-                str(self.discrete_space.start + index): index
-                for index in range(self.discrete_space.n)
-            }
-        actions = [word for word in re.findall(r"\w+", text.lower()) if word in index_by_word]
-        return self.discrete_space.start + index_by_word[actions[-1]] if actions else None
+        words = self._action_pattern.findall(_normalise(text))
+        actions = [self._actions[word] for word in words if word in self._actions]
+        return actions[-1] if actions else None
+
+    def _name_actions(self) -> dict[str, Any]:
+        """Return the actions of a Discrete space by their words, or else by their numbers."""
+        space = self.discrete_space
+        if space is None:
+            return {}
+        actions = [space.start + index for index in range(space.n)]
+        words = self.config.actions or map(str, actions)
+        return {_normalise(word): action for word, action in zip(words, actions, strict=True)}
 
     def _fill_template(self, template: str) -> str:
         text = template.replace("{observation}", str(self._observation))
         return text.replace("{screen}", str(self.inner.render())) if "{screen}" in text else text
+
+
+def _normalise(text: str) -> str:
+    """Return a text without its case, with single spaces and plain minus signs."""
+    return " ".join(text.lower().replace("−", "-").split())
+
+
+def _compile_words(words: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that finds words, longest first, where they are no part of another word."""
+    patterns = [
+        ("" if re.match(r"[^\w-]", word) else r"(?<!\w)")
+        + re.escape(word)
+        + (r"(?!\w)" if re.search(r"\w$", word) else "")
+        for word in sorted(words, key=len, reverse=True)
+    ]
+    return re.compile("|".join(patterns))
 
 
 def _make_metrics(*, illegal: bool, truncated: bool = False) -> Mapping[str, float]:

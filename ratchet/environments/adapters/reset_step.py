@@ -17,6 +17,7 @@ from pydantic import Field
 
 from ratchet.config.sections import EnvironmentConfig
 from ratchet.environments.adapters.seeded_tasks import SeededTasks
+from ratchet.errors import DataError
 from ratchet.protocols import Step
 from ratchet.rewards.user_threads import call_in_thread
 from ratchet.types import Message, Task
@@ -40,6 +41,8 @@ class ResetStepConfig(EnvironmentConfig):
 
 
 T = TypeVar("T")
+RESET_RESULT = ("observation", "info")
+STEP_RESULT = ("observation", "reward", "terminated", "truncated", "info")
 GLOBAL_RANDOM_LOCK = threading.Lock()
 
 
@@ -115,7 +118,23 @@ class ResetStepEnvironment(SeededTasks):
     def _begin(self, seed: int) -> Observation:
         if self.inner is None:
             self.inner = self.make_inner()
-        return self.make_first_observation(*self.inner.reset(seed=seed))
+        result = self.inner.reset(seed=seed)
+        self._check_result("reset", result, RESET_RESULT)
+        return self.make_first_observation(*result)
+
+    def step_inner(self, action: Any) -> tuple[Any, Any, Any, Any, Mapping[str, Any]]:
+        """Return what the inner `step` returns. Raises DataError if it has another form."""
+        result = self.inner.step(action)
+        self._check_result("step", result, STEP_RESULT)
+        return result
+
+    def _check_result(self, method: str, result: Any, names: Sequence[str]) -> None:
+        is_row = isinstance(result, tuple | list) and len(result) == len(names)
+        if not is_row or not isinstance(result[-1], Mapping):
+            raise DataError(
+                f"{self.name}: {method} returned {result!r:.80}. It must return "
+                f"({', '.join(names)}), as environments of Gymnasium do, and info a dict."
+            )
 
     async def _call(self, function: Callable[[], T]) -> T:
         return await call_in_thread(

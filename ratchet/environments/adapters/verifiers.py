@@ -21,6 +21,7 @@ from ratchet.config.sections import EnvironmentConfig
 from ratchet.environments.adapters.verifiers_rollout import (
     PROXY_HINT,
     RolloutSeat,
+    get_trace_type,
     needs_rollout,
 )
 from ratchet.environments.single_turn import Rows, is_held_out
@@ -68,6 +69,9 @@ class VerifiersEnvironment(Rows):
         self.config, self.replayable = config, config.replayable
         self.inner = _load(config)
         self.seat = _choose_seat(self.inner, config.seat)
+        agent = getattr(self.inner.config, self.seat)
+        _check_agent(agent, self.seat)
+        self.max_turns = min(config.max_turns, agent.max_turns or config.max_turns)
         self.inner_tasks: dict[str, vf.Task] = {}
         self._rows: dict[Split, list[Task]] = {"train": [], "test": []}
         self._has_tools = False
@@ -145,7 +149,7 @@ class VerifiersEnvironment(Rows):
         self._turns += 1
         await self._replies.put(message)
         request = await self._next_request()
-        if request is not None and self._turns >= self.config.max_turns:
+        if request is not None and self._turns >= self.max_turns:
             # No reply stops the episode, so that no further request follows.
             await self._replies.put(None)
             request = await self._next_request()
@@ -215,7 +219,7 @@ class VerifiersEnvironment(Rows):
         if not self._needs_rollout:
             return _Seat(self, episode)
         config = getattr(self.inner.config, self.seat)
-        return RolloutSeat(config, episode, self.request_turn, self.config.max_turns)
+        return RolloutSeat(config, episode, self.request_turn, self.max_turns)
 
 
 class _Seats:
@@ -248,6 +252,11 @@ class _Seat:
 
     @asynccontextmanager
     async def interaction(self, task: vf.Task) -> AsyncIterator[_Conversation]:
+        if needs_rollout(task):
+            raise DataError(
+                f"the environment plays a {type(task).__name__} with tools or a runtime, which the "
+                f"tasks of its taskset lack: {PROXY_HINT}"
+            )
         conversation = _Conversation(self.environment, task)
         self.episode.traces.append(conversation.trace)
         if len(self.episode.traces) > 1:
@@ -265,11 +274,11 @@ class _Conversation:
     """A replacement of `vf.Interaction` with the policy's replies. It records the same trace."""
 
     def __init__(self, environment: VerifiersEnvironment, task: vf.Task) -> None:
-        from verifiers.v1 import AgentInfo, Trace, TraceTask
+        from verifiers.v1 import AgentInfo, TraceTask
         from verifiers.v1.state import state_cls
 
         self.environment, self.task = environment, task
-        self.trace: Any = Trace(
+        self.trace: Any = get_trace_type()(
             task=TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
             state=state_cls(type(task))(),
             agent=AgentInfo(config=getattr(environment.inner.config, environment.seat)),
@@ -324,9 +333,15 @@ def _load(config: VerifiersConfig) -> vf.Env:
     taskset = {**config.options, "id": config.taskset}
     try:
         config_type = vf.env_config_type(config.taskset, config.env.get("id", ""))
-        return vf.load_environment(config_type.model_validate({**config.env, "taskset": taskset}))
+        inner = vf.load_environment(config_type.model_validate({**config.env, "taskset": taskset}))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"environment.taskset {config.taskset}: {error}") from error
+    if type(inner).start is not vf.Env.start or type(inner).stop is not vf.Env.stop:
+        raise ConfigError(
+            f"environment.taskset {config.taskset}: {type(inner).__name__} has `start` or `stop`, "
+            f"which this adapter does not call: {PROXY_HINT}"
+        )
+    return inner
 
 
 def _choose_seat(inner: vf.Env, configured: str | None) -> str:
@@ -342,6 +357,17 @@ def _choose_seat(inner: vf.Env, configured: str | None) -> str:
             f"of {', '.join(seats)}"
         )
     return configured
+
+
+def _check_agent(agent: vf.AgentConfig, seat: str) -> None:
+    """Raise ConfigError for a limit on tokens, which this adapter does not count."""
+    for name in ("max_input_tokens", "max_output_tokens", "max_total_tokens"):
+        if getattr(agent, name) is not None:
+            raise ConfigError(
+                f"environment.env.{seat}.{name}={getattr(agent, name)} can't be held, because "
+                "environments don't see tokens. Set it to null, and sampling.max_new_tokens for "
+                "the length of a reply."
+            )
 
 
 def _check_needs(task: vf.Task) -> None:

@@ -10,6 +10,7 @@ import inspect
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ratchet.data.chat.messages import read_messages
@@ -23,11 +24,13 @@ if TYPE_CHECKING:
 PROXY_HINT = "run verifiers' own client against Ratchet's OpenAI-compatible proxy instead"
 
 Tools = Sequence[Mapping[str, Any]]
+# Properties of a trace that count tokens.
+TOKEN_COUNTS = ("usage", "num_input_tokens", "num_output_tokens", "num_total_tokens")
 RequestTurn = Callable[[Sequence[Message], Tools], Awaitable[Message | None]]
 
 
 def needs_rollout(task: vf.Task) -> bool:
-    """True if the task has tools, intercepts requests, or has functions that need a runtime."""
+    """True if the task has tools, intercepts requests, or has functions that take a runtime."""
     from verifiers.v1 import Task as Base
     from verifiers.v1 import Trace
     from verifiers.v1.session import hook_boundary
@@ -41,11 +44,36 @@ def needs_rollout(task: vf.Task) -> bool:
         or bool(discover_decorated(task, "intercept"))
         or any(hook_boundary(stop, allow_trace=True) is not Trace for stop in task.hooks("stop"))
         or any(
-            (parameter := inspect.signature(function).parameters.get("runtime"))
-            and parameter.default is parameter.empty
-            for function in (*task.hooks("reward"), *task.hooks("metric"))
+            "runtime" in inspect.signature(function).parameters
+            for function in (
+                *task.hooks("reward"),
+                *task.hooks("metric"),
+                *(judge.score for judge in task.plugged_judges()),
+            )
         )
     )
+
+
+@cache
+def get_trace_type() -> type[vf.Trace]:
+    """Return a subclass of `vf.Trace` whose counts of tokens raise DataError.
+
+    Environments don't see the policy's tokens, and a reward must not be computed with 0 instead.
+    """
+    from verifiers.v1 import Trace
+
+    def refuse(_: Any) -> Any:
+        raise DataError(
+            "a function of the environment reads the number of tokens (trace.usage, "
+            "trace.num_output_tokens), which environments of Ratchet don't see. Count characters "
+            f"or turns, or {PROXY_HINT}"
+        )
+
+    return type("PolicyTrace", (Trace,), dict.fromkeys(TOKEN_COUNTS, property(refuse)))
+
+
+def _hide_tokens(trace: vf.Trace) -> None:
+    trace.__class__ = get_trace_type()
 
 
 class RolloutSeat:
@@ -71,14 +99,14 @@ class RolloutSeat:
 
     async def run(self, task: vf.Task) -> vf.Trace:
         async with self._make_agent() as agent:
-            trace = await agent.run(task)
+            trace = await agent.run(task, on_trace=_hide_tokens)
         self.episode.traces.append(trace)
         return trace
 
     @asynccontextmanager
     async def interaction(self, task: vf.Task) -> AsyncIterator[vf.Interaction]:
         async with self._make_agent() as agent:
-            async with agent.interaction(task) as interaction:
+            async with agent.interaction(task, on_trace=_hide_tokens) as interaction:
                 yield interaction
             self.episode.traces.append(interaction.trace)
 
@@ -93,13 +121,12 @@ class RolloutSeat:
                 "only one can be trained on"
             )
         self._has_begun = True
-        configured = self.config.max_turns
         harness = make_chat_harness()
         changes = {
             "harness": harness.config,
             "runtime": SubprocessConfig(),
             "model": "policy",
-            "max_turns": self.max_turns if configured is None else min(configured, self.max_turns),
+            "max_turns": self.max_turns,
         }
         async with InterceptionServer() as server:
             agent = Agent(self.config.model_copy(update=changes), interception=server)

@@ -84,12 +84,13 @@ SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(r"\\(le|ge|ne)q?(?![a-zA-Z])"), r"\\\1"),
     (re.compile(r"\\varnothing(?![a-zA-Z])"), r"\\emptyset"),
     (re.compile(r"\\mathbb ?([A-Z])"), r"\\mathbb{\1}"),
-    (re.compile(r"\\frac([0-9])([0-9])"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\frac ?([0-9]) ?([0-9])"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\frac([0-9])(?=\{)"), r"\\frac{\1}"),
     (re.compile(r"\\frac(\{[^{}]*\})([0-9])"), r"\\frac\1{\2}"),
     (re.compile(r"\\sqrt([0-9a-zA-Z])"), r"\\sqrt{\1}"),
     (MINUS_SIGNS, "-"),
     (re.compile(r"^(?i:minus|negative) ?(?=[0-9.$\\])"), "-"),
+    (re.compile(r"(?:(?<=[0-9]) |(?<=:[0-9][0-9]))[ap]\.?m\.?$", re.IGNORECASE), ""),
     # Spaces between digits stay: "1 1/2" is no "11/2". A space that separates thousands is removed.
     (re.compile(r"(?<!\d) +| +(?!\d)"), ""),
     (re.compile(r"(?<![\d.,/ ])(\d{1,3}(?: +\d{3})+)(?![\d/])"), _join_thousands),
@@ -112,14 +113,20 @@ UNITS = {
 PER = re.compile(r"/|\sper\s")
 SUFFIX = re.compile(
     rf"(?<=[\d\s{{])((?i:[ap]\.?m|(?:(?:{'|'.join(UNITS)})(?:{PER.pattern}))?"
-    rf"(?:{'|'.join(UNITS)}))|{SCALE})$"
+    rf"(?:{'|'.join(UNITS)}))|{SCALE})(?:\}}?\^\{{?([0-9]))?$"
+)
+SUM = re.compile(r"\+|[\w})]\s*-")
+# A currency before or after a number. A dollar sign of two surrounds a formula.
+CURRENCY = re.compile(
+    r"(?P<dollar>^-?(?:US)?(?:\\?\$|USD)-? ?[0-9.][^$]*$|\b(?:dollars?|USD)\W*$)"
+    r"|(?P<euro>^-?€|(?:\beuros?|€)\W*$)|(?P<cent>(?:\bcents?|¢)\W*$)"
 )
 # A unit at the end, as in 5\text{ cm}^2, 5 km/h and 5 miles per hour.
 UNIT = re.compile(
     r"(?<=[0-9}])(?:\\[,;: ]|[~\s])*(?:"
     rf"\\(?:text|mathrm)\{{(?!\s*{SCALE})[^{{}}0-9,]*\}}(?:\^\{{?[0-9]\}}?)?"
     r"|(?:km|mi|cm|ft|m)/(?:h|hr|s)|[A-Za-z]{4,}\sper\s[A-Za-z]{3,}"
-    rf"|(?<=\s)(?:{'|'.join(name for name in UNITS if len(name) > 1)}))$"
+    rf"|(?<=\s)(?:{'|'.join(name for name in UNITS if len(name) > 1)})(?:\^\{{?[0-9]\}}?)?)$"
 )
 
 
@@ -205,13 +212,29 @@ def name_different_variables(a: str, b: str) -> bool:
 def end_with_different_suffixes(a: str, b: str) -> bool:
     """True if both answers end with AM or PM, a word of scale or a unit, and these differ.
 
-    So "9 AM" is not "9 PM", and "5 cm" is neither "5 m" nor "5 cm/s", which algebra takes for
-    equal.
+    So "9 AM" is not "9 PM", and "5 cm" is neither "5 m" nor "5 cm^2", which algebra takes for
+    equal. Nor is "10 cents" "\\$10".
     """
-    matches = [SUFFIX.search(text.strip(" .}$")) for text in (a, b)]
-    suffixes = [match[1].casefold().replace(".", "") for match in matches if match]
-    units = {tuple(UNITS.get(part, part) for part in PER.split(suffix)) for suffix in suffixes}
-    return len(units) == 2
+    return any(
+        len({read(text) for text in (a, b)} - {None}) == 2
+        for read in (_read_suffix, _read_currency)
+    )
+
+
+def _read_suffix(text: str) -> tuple[str, ...] | None:
+    """Return AM or PM, the word of scale, or the unit and its power, at the end of an answer."""
+    text = text.strip(" .}$")
+    match = SUFFIX.search(text)
+    # In 4m^2 + 2s^2 these letters are variables.
+    if match is None or SUM.search(text, 0, match.start()):
+        return None
+    parts = PER.split(match[1].casefold().replace(".", ""))
+    return (*(UNITS.get(part, part) for part in parts), match[2] or "")
+
+
+def _read_currency(text: str) -> str | None:
+    match = CURRENCY.search(text.strip())
+    return match and match.lastgroup
 
 
 def _split_name(latex: str) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from ratchet.errors import MissingDependency, suggest_install
 from ratchet.rewards.answers.boxed import get_gold_answer
 from ratchet.rewards.answers.final_answer import (
     MAX_ANSWER_CHARS,
+    UNITS,
     canonicalize,
     end_with_different_suffixes,
     extract_marked_answer,
@@ -68,8 +69,12 @@ DECIMALS = re.compile(r"\.[0-9]*[1-9]")
 WITH_BASE = re.compile(r"[0-9A-Z]+_\{?([0-9]+)\}?")
 # Matches answers to several parts, "(a) 5 (b) 6", which math-verify multiplies.
 PARTS = re.compile(r"\((?:a|i|1)\)\s*[^()\s].*\((?:b|ii|2)\)\s*[^()\s]", re.DOTALL)
-# Matches "5 6", which math-verify adds up to 11.
-SIDE_BY_SIDE = re.compile(r"[0-9](?:\s|\\(?:[,;: ]|q?quad))+[0-9]")
+# Matches "5 6", which math-verify adds up to 11, but not "\\log_2 8"; and "2\\text{ hours }30", of
+# which it takes the first number.
+SIDE_BY_SIDE = re.compile(
+    r"(?<![_0-9])[0-9]+(?:\s|\\(?:[,;: ]|q?quad))+[0-9]"
+    rf"|[0-9]\s*\\(?:text|mathrm)\{{\s*(?:{'|'.join(UNITS)})\s*\}}\s*[0-9]"
+)
 
 
 class Math(FinalAnswer):

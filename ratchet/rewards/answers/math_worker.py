@@ -10,6 +10,8 @@ import logging
 import re
 
 from math_verify import LatexExtractionConfig, parse, verify
+from sympy import And
+from sympy.core.relational import Relational
 
 # These loggers warn about every answer that can't be parsed, and that timeouts are disabled.
 for name in ("math_verify", "latex2sympy2_extended"):
@@ -34,12 +36,33 @@ def equal(answer: str, gold: str) -> bool:
         return (
             bool(parsed_gold)
             and bool(parsed_answer)
-            and bool(verify(parsed_gold, parsed_answer, timeout_seconds=None))
+            and bool(
+                verify(
+                    parsed_gold,
+                    parsed_answer,
+                    timeout_seconds=None,
+                    allow_set_relation_comp=is_solved(parsed_answer[0]),
+                )
+            )
         )
     # A parser's bug on one answer must not stop the run. The check at the end of this module
     # catches a parser that fails on every answer.
     except Exception:
         return False
+
+
+def is_solved(parsed: object) -> bool:
+    """True for bounds of a variable by numbers, as x >= 1 and 1 < x < 2, which are intervals.
+
+    Any inequality equals the set of its solutions, but an answer must not repeat the question.
+    """
+    bounds = parsed.args if isinstance(parsed, And) else (parsed,)
+    return all(
+        isinstance(bound, Relational)
+        and any(side.is_Symbol for side in bound.args)
+        and any(not side.free_symbols for side in bound.args)
+        for bound in bounds
+    )
 
 
 def parse_latex(latex: str) -> list:

@@ -52,7 +52,7 @@ NUMBER = re.compile(
 )
 # Text before or after a number that makes the number a part of an expression, or a bound.
 EXPRESSION_BEFORE = re.compile(
-    r"(?:\^|sqrt|√|[-−](?=\()|[≤≥±]"
+    r"(?:\^|sqrt|√|[-−](?=\()|[≤≥±<]|[<>]="
     r"|\\(?:log|ln|exp|sin|cos|tan|[lg]eq?|neq?|pm|mp)(?![a-zA-Z]))[{( ]*$"
 )
 EXPRESSION_AFTER = re.compile(r"[ *]*(?:π|√|\\(?:pi|sqrt)\b|\^(?!\{?\\circ))")
@@ -148,7 +148,7 @@ def read_number(text: str) -> Fraction | None:
     Signs, thousands commas, decimals, exponents, fractions (3/4, \\frac{3}{4}), mixed numbers
     (1 1/2) and words of scale (5 million) are read. Currency, units and per cent around it are
     ignored (50% is 50). A number longer than MAX_DIGITS, or in a power, a root, a logarithm, a
-    multiple of pi or a bound (\\leq 5), is None.
+    multiple of pi or a bound (\\leq 5, <5), is None.
     """
     return _read_single(_remove_latex(text))
 

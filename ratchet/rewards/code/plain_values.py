@@ -67,11 +67,15 @@ class Awaited(Anything):
         self.index = index
 
 
+# What `keys`, `values` and `items` of a dict return.
+VIEWS: dict[str, Any] = {name: type(getattr({}, name)()) for name in ("keys", "values", "items")}
+
+
 class NotPlainError(Exception):
     """An error for a value that is not plain.
 
-    Plain values consist of None, bool, numbers, text, bytes, lists, tuples, sets, dicts, ranges and
-    iterators.
+    Plain values consist of None, bool, numbers, text, bytes, lists, tuples, sets, dicts and their
+    views, ranges and iterators.
     """
 
 
@@ -110,6 +114,9 @@ def encode(value: Any) -> Any:
                 kind.__name__,
                 sorted(items, key=json.dumps) if kind in (set, frozenset) else items,
             ]
+    for name, kind in VIEWS.items():
+        if isinstance(value, kind):
+            return [name, [encode(item) for item in kind.__iter__(value)]]
     if hasattr(type(value), "__next__"):
         items = [encode(item) for item in itertools.islice(value, MAX_ITEMS + 1)]
         if len(items) <= MAX_ITEMS:
@@ -132,6 +139,9 @@ DECODERS: dict[str, Callable[[Any], Any]] = {
     "set": lambda content: {decode(item) for item in content},
     "frozenset": lambda content: frozenset(decode(item) for item in content),
     "iterator": lambda content: iter([decode(item) for item in content]),
+    "keys": lambda content: dict.fromkeys(map(decode, content)).keys(),
+    "values": lambda content: dict(enumerate(map(decode, content))).values(),
+    "items": lambda content: dict(map(decode, content)).items(),
 }
 
 

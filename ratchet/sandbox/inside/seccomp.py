@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import resource
 import struct
 from collections.abc import Mapping
 from signal import SIGKILL
@@ -165,17 +166,30 @@ def allow_unix_streams() -> list[Instruction]:
     ]
 
 
-def allow_reading_own_limits() -> list[Instruction]:
+def build_limit_filter() -> list[Instruction]:
     """Return the filter that lets prlimit read the caller's limits, and set none.
 
-    The process id must be 0, and the pointer to new limits null (in both halves).
+    The process id must be 0, and the pointer to new limits null (in both halves). Programs with
+    deep recursion set the limit of the stack, which is 64 MiB here: that call succeeds, and does
+    nothing. It must not ask for the previous limit.
     """
-    requires_zeros = [
-        step
-        for word in (16, 32, 36)
-        for step in ((LOAD, 0, 0, word), (JUMP_EQUAL, 1, 0, 0), return_error())
+    return [
+        load_argument(0),
+        (JUMP_EQUAL, 1, 0, 0),
+        return_error(),
+        (LOAD, 0, 0, 32),
+        (JUMP_EQUAL, 0, 3, 0),
+        (LOAD, 0, 0, 36),
+        (JUMP_EQUAL, 0, 1, 0),
+        return_action(ALLOW),
+        load_argument(1),
+        (JUMP_EQUAL, 1, 0, resource.RLIMIT_STACK),
+        return_error(),
+        load_argument(3),
+        (JUMP_EQUAL, 1, 0, 0),
+        return_error(),
+        return_action(FAIL | 0),
     ]
-    return [*requires_zeros, return_action(ALLOW)]
 
 
 def allow_signals_to_self(index: int) -> list[Instruction]:
@@ -240,7 +254,7 @@ def build_filter_template(level: int, can_fork: bool, machine: str = MACHINE) ->
     )
     code += if_call(numbers["prctl"], allow_values(0, PRCTL_COMMANDS))
     code += if_call(numbers["socketpair"], allow_unix_streams())
-    code += if_call(numbers["prlimit64"], allow_reading_own_limits())
+    code += if_call(numbers["prlimit64"], build_limit_filter())
     allowed = list(ALWAYS_ALLOWED)
     if can_fork:
         allowed += FORKING

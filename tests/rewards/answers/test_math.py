@@ -58,6 +58,11 @@ PLAIN_RIGHT = [
     (r"\boxed{5 hundred dollars}", "500"),
     (r"\boxed{5 million}", "5,000,000"),
     (r"\boxed{5000}", r"5\text{ thousand dollars}"),
+    (r"\boxed{\$5 million}", "5 million dollars"),
+    (r"\boxed{9 AM}", "9 a.m."),
+    (r"\boxed{12:30 PM}", r"12:30\text{ PM}"),
+    (r"\boxed{12 cm^2}", r"12\text{ cm}^{2}"),
+    (r"\boxed{\frac 1 2}", r"\frac12"),
 ]
 ALGEBRA_RIGHT = [
     (r"\boxed{2+4=6}", "6"),
@@ -89,6 +94,10 @@ ALGEBRA_RIGHT = [
     (r"\boxed{3×10⁴}", "30000"),
     ("<answer>The share is $\\frac{1}{2}$.</answer>", "0.5"),
     (r"\boxed{\frac{2}{4}\text{ of the pie}}", r"\frac12"),
+    (r"\boxed{\log_2 8}", "3"),
+    (r"\boxed{4m^2 + 2s^2}", "2s^2 + 4m^2"),
+    (r"\boxed{x \ge 1}", r"[1,\infty)"),
+    (r"\boxed{1 < x \le 2}", "(1,2]"),
 ]
 WRONG = [
     (r"\boxed{\frac{1}{3}}", r"\frac12"),
@@ -146,6 +155,13 @@ WRONG = [
     (r"\boxed{5\text{ million dollars}}", "5"),
     ("The answer is 5 thousand.", "5"),
     (r"\boxed{5}", "5a/b"),
+    (r"\boxed{12\text{ cm}^2}", r"12\text{ m}^2"),
+    (r"\boxed{12\text{ cm}^2}", r"12\text{ cm}^{3}"),
+    (r"\boxed{10\text{ cents}}", r"\$10"),
+    (r"\boxed{5 euros}", "5 dollars"),
+    (r"\boxed{2\text{ hours } 30\text{ minutes}}", "2"),
+    (r"\boxed{x^2 < 4}", "(-2, 2)"),  # perhaps the question
+    (r"\boxed{x > 1}", r"[1,\infty)"),
 ]
 
 

@@ -94,6 +94,9 @@ def task(answer) -> Task:
         ("2^10", None),
         ("^{10}", None),
         (r"\sqrt{2}", None),
+        ("< 5", None),
+        (">=5", None),
+        ("<answer>5", 5),
         (r"2\pi", None),
         ("H2O", None),
         ("٣", None),  # ARABIC-INDIC DIGIT THREE

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import OrderedDict
 
 import pytest
 
@@ -33,6 +34,15 @@ def test_plain_values_come_back_with_their_types(value):
     assert type(there) is type(value)
     if not isinstance(value, set):  # a set travels in an order of its own
         assert repr(there) == repr(value)
+
+
+def test_views_of_a_dict_come_back():
+    words = OrderedDict(b=2, a=[1])
+    for view in (words.keys(), words.values(), words.items()):
+        there = decode(json.loads(json.dumps(encode(view))))
+        assert type(there) is type(view).__mro__[1]
+        assert list(there) == list(view)
+    assert decode(encode({3: 4}.keys())) == {3}
 
 
 def test_what_overrides_built_in_types_stays_behind():
