@@ -13,8 +13,10 @@ import asyncio
 import copy
 import json
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -25,13 +27,18 @@ from ratchet.errors import ConfigError, RatchetError
 from ratchet.evals.message_player import AttemptState
 from ratchet.executors.event_loop import run_event_loop
 from ratchet.executors.signals import STOP_SIGNALS
-from ratchet.experience.rollout.environment_answers import reset_environment, step_environment
+from ratchet.experience.rollout.environment_answers import (
+    close_environment,
+    reset_environment,
+    step_environment,
+)
 from ratchet.protocols import Environment, Step
 from ratchet.training.stage import EnvSetup
 from ratchet.training.stage_from_config import build_env_setup, build_eval_env_setup
 from ratchet.training.workers.judges import start_judges
-from ratchet.types import Message, Scored, Task, ToolCall
-from ratchet.utils.user_code import UserCodeFailed, run_guarded
+from ratchet.types import Message, Scored, Split, Task, ToolCall
+from ratchet.utils.user_code import UserCodeFailed, leave_when_cancelled, run_guarded
+from ratchet.web.guard import LOOPBACK, explain_refusal
 from ratchet.web.websockets import import_websockets
 
 MAX_REQUEST_BYTES = 16 << 20
@@ -88,10 +95,7 @@ class PlaySession:
             message = f"seed={seed!r} must be 0 or more, split={split!r} must be train or test"
             raise RequestError("VALIDATION_ERROR", message)
 
-        async def find_task() -> Task | None:
-            return next(self.environment.tasks(split, seed=0, start=seed), None)
-
-        task = await run_guarded(find_task)
+        task = await run_guarded(partial(_find_task, self.environment, split, seed))
         if task is None:
             raise RequestError("VALIDATION_ERROR", f"the {split} split has no task {seed}")
         messages = await reset_environment(self.environment, task)
@@ -143,6 +147,19 @@ class PlaySession:
         return outcome.reward
 
 
+async def _find_task(environment: Environment, split: Split, index: int) -> Task | None:
+    """Return a task of a split; None if the split ends before it."""
+    if split == "train":
+        return next(environment.tasks(split, seed=0, start=index), None)
+    # A generated test split has no direct access: it is made from its beginning, which may take
+    # long or have no end. Other sessions are answered meanwhile.
+    for i, task in enumerate(environment.tasks(split, seed=0)):
+        if i == index:
+            return task
+        await asyncio.sleep(0)
+    return None
+
+
 def _is_unjudged(step: Step) -> bool:
     """True if the episode ended, and the environment gave no reward for its last step."""
     return step.done and step.reward is None
@@ -180,15 +197,26 @@ class EnvironmentServer:
         setup: The environment and its rewards.
         name: Name of the environment, for /metadata.
         sessions: Maximum number of connections that play at once.
+        hosts: Hosts that the Host and Origin headers of a request may name; None: any (see
+            `ratchet.web.guard.Guard`).
     """
 
-    def __init__(self, setup: EnvSetup, name: str, sessions: int) -> None:
+    def __init__(
+        self, setup: EnvSetup, name: str, sessions: int, hosts: Collection[str] | None = None
+    ) -> None:
         self._setup = setup
         self._name = name
         self._n_free = sessions
+        self._hosts = hosts
 
     def answer_http(self, connection: Any, request: Any) -> Any:
         """Return the answer to a plain HTTP request; None for the WebSocket."""
+        headers = [
+            (name.lower().encode("latin-1", "replace"), value.encode("latin-1", "replace"))
+            for name, value in request.headers.raw_items()
+        ]
+        if self._hosts is not None and (reason := explain_refusal(headers, self._hosts)):
+            return connection.respond(HTTPStatus.FORBIDDEN, f"{reason}\n")
         pages: Mapping[str, Any] = {
             "/health": {"status": "healthy"},
             "/metadata": {"name": self._name, "description": f"Ratchet's {self._name}"},
@@ -205,27 +233,44 @@ class EnvironmentServer:
         return response
 
     async def play(self, socket: Any) -> None:
-        """Answer the requests of one connection until it closes."""
-        if self._n_free <= 0:
-            fault = {"message": "all sessions are in use", "code": "CAPACITY_REACHED"}
-            # The refusal waits for the first request: a client may not read an answer before that.
-            async for _ in socket:
-                await socket.send(json.dumps({"type": "error", "data": fault}))
+        """Answer the requests of one connection until it closes. The first begins its session."""
+        with suppress(import_websockets("ratchet serve-env").ConnectionClosed):
+            text = await socket.recv()
+            if self._n_free > 0:
+                await self._play_session(socket, text)
                 return
-            return
+            fault = {"message": "all sessions are in use", "code": "CAPACITY_REACHED"}
+            await socket.send(json.dumps({"type": "error", "data": fault}))
+
+    async def _play_session(self, socket: Any, text: str | bytes) -> None:
         self._n_free -= 1
         session = PlaySession(self._setup, copy.copy(self._setup.environment))
+        answering = leave_when_cancelled(_answer_requests(session, socket, text))
         try:
-            async for text in socket:
-                answer = await _answer_text(session, text)
-                if answer is None:
-                    return
-                await socket.send(answer)
-        except import_websockets("ratchet serve-env").ConnectionClosed:
-            pass
+            await _wait_for_end(asyncio.ensure_future(answering), socket)
         finally:
             self._n_free += 1
-            await run_guarded(session.environment.close)
+            await close_environment(session.environment)
+
+
+async def _wait_for_end(answering: asyncio.Task[None], socket: Any) -> None:
+    """Wait until a session has ended. End it if its client leaves while user code waits."""
+    leaving = asyncio.ensure_future(socket.wait_closed())
+    try:
+        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        leaving.cancel()
+        answering.cancel()
+        await asyncio.wait({answering})
+    if not answering.cancelled():
+        answering.result()
+
+
+async def _answer_requests(session: PlaySession, socket: Any, text: str | bytes) -> None:
+    """Answer the request `text` and those that follow, until the connection closes."""
+    while (answer := await _answer_text(session, text)) is not None:
+        await socket.send(answer)
+        text = await socket.recv()
 
 
 def _read_request(text: str | bytes) -> dict[str, Any]:
@@ -293,7 +338,8 @@ def serve_environment(
     """
     setup = build_served_setup(target, overrides)
     next(setup.environment.tasks("train", seed=0))  # raises now, not later, if there are no tasks
-    run_event_loop(_serve(EnvironmentServer(setup, target, sessions), host, port, say))
+    hosts = LOOPBACK if host in LOOPBACK else None
+    run_event_loop(_serve(EnvironmentServer(setup, target, sessions, hosts), host, port, say))
 
 
 async def _serve(

@@ -13,7 +13,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ratchet.errors import DISTRIBUTION
+from ratchet.errors import DISTRIBUTION, DataError
 from ratchet.processes.frames import Parcel
 
 PROTOCOL = 2  # version: increase it with every change of the messages
@@ -35,11 +35,19 @@ def get_versions() -> dict[str, Any]:
 def pack(value: Any) -> Parcel:
     """Pack a value. Tensors are detached, and arrive on the CPU, each in separate memory.
 
-    Raises pickle's error for a value that can't be pickled.
+    Raises DataError for a value that can't be pickled.
     """
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
-    _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
+    try:
+        _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
+    # The value's own methods may raise any type. pickle raises one of these.
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise DataError(
+            f"a value can't be sent between processes: {type(error).__name__}: {error}. Tasks, "
+            "messages, steps and rewards may not contain lambdas, locks, open files, or objects of "
+            "classes that are defined inside a function"
+        ) from error
     return Parcel(stream.getvalue(), tuple(buffer.raw() for buffer in buffers))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import re
 import subprocess
@@ -11,11 +13,16 @@ from pathlib import Path
 
 import pytest
 from websockets.asyncio.client import connect
+from websockets.asyncio.server import serve as serve_websocket
+from websockets.exceptions import InvalidStatus
 
-from ratchet.commands.serve_env import build_served_setup
+from ratchet.commands.serve_env import EnvironmentServer, build_served_setup
 from ratchet.config.resolve import build, resolve
 from ratchet.errors import ConfigError
-from ratchet.types import Message, ToolCall
+from ratchet.testing.fakes import FakeEnvironment
+from ratchet.training.stage import EnvSetup
+from ratchet.types import Message, Task, ToolCall
+from ratchet.web.guard import LOOPBACK
 
 CLIENT = Path(__file__).parents[2] / ".venv" / "clients" / "bin" / "python"
 PLAY = """
@@ -121,6 +128,77 @@ def test_wrong_requests_get_errors_and_harm_nothing(serve):
     (full,) = asyncio.run(overfill())
     assert full["data"]["code"] == "CAPACITY_REACHED"
     assert asyncio.run(ask(url, {"type": "reset"}))[0]["type"] == "observation"
+
+
+class Waiting(FakeEnvironment):
+    """An environment whose steps never end, and whose test split has no end either."""
+
+    def tasks(self, split, *, seed, start=0):
+        return (Task(f"{split}/{i}", (Message("user", "1"),)) for i in itertools.count(start))
+
+    async def step(self, message):
+        self.entered.set()
+        await asyncio.Event().wait()
+
+    async def close(self):
+        self.closed.set()
+
+
+@contextlib.asynccontextmanager
+async def served(environment, *, sessions=1):
+    """The address of a server in this event loop, which checks hosts."""
+    server = EnvironmentServer(EnvSetup(environment), "name", sessions, LOOPBACK)
+    listening = serve_websocket(
+        server.play, "127.0.0.1", 0, process_request=server.answer_http, close_timeout=1
+    )
+    async with listening as running:
+        yield f"http://127.0.0.1:{running.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_session_that_waits_ends_with_its_client_and_with_the_server(split):
+    """By a step that never ends (train), and by a search for a task that has no end (test)."""
+
+    async def run():
+        environment = Waiting()
+        environment.entered, environment.closed = asyncio.Event(), asyncio.Event()
+        reset = {"type": "reset", "data": {"seed": 10**12 * (split == "test"), "split": split}}
+
+        async def wait_in(url):
+            socket = await connect(url.replace("http", "ws") + "/ws", proxy=None, close_timeout=1)
+            await socket.send(json.dumps(reset))
+            if split == "train":
+                await socket.recv()
+                await socket.send(json.dumps({"type": "step", "data": {"message": "1"}}))
+                await environment.entered.wait()
+            return socket
+
+        async with served(environment) as url:
+            socket = await wait_in(url)
+            (full,) = await ask(url, {"type": "reset"})
+            await socket.close()
+            await environment.closed.wait()
+            (first,) = await ask(url, {"type": "reset"})
+            last = await wait_in(url)
+        await last.wait_closed()
+        return full["data"]["code"], first["type"]
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == ("CAPACITY_REACHED", "observation")
+
+
+@pytest.mark.parametrize(
+    "headers", [{"origin": "http://other.site"}, {"additional_headers": {"Host": "other.site"}}]
+)
+def test_a_page_of_another_site_can_not_play(headers):
+    async def run():
+        async with served(FakeEnvironment()) as url:
+            address = url.replace("http", "ws") + "/ws"
+            async with connect(address, proxy=None, origin=url):
+                pass
+            with pytest.raises(InvalidStatus, match="403"):
+                await connect(address, proxy=None, **headers)
+
+    asyncio.run(run())
 
 
 def test_keys_are_for_kinds_alone(tmp_path):

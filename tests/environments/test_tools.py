@@ -1,6 +1,7 @@
 """Tools, and the calls that a policy makes of them."""
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from ratchet.models.load import init_policy
 from ratchet.rewards.deadline import CURRENT_DEADLINE
 from ratchet.sandbox import Reason, Result, SandboxError
 from ratchet.types import ToolCall
+from ratchet.utils import user_code
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 
@@ -143,6 +145,21 @@ class Odd:
 def test_what_goes_wrong_with_a_call_is_answered(name, arguments, told):
     answer = answered(Toolbox([Odd()], timeout_s=0.05), name, **arguments)
     assert (answer.content, answer.is_error) == (told, True)
+
+
+def test_a_tool_that_catches_its_cancellation_is_left_behind(monkeypatch):
+    monkeypatch.setattr(user_code, "STOP_S", 0.01)
+
+    class Stubborn(Odd):
+        name = "stubborn"
+
+        async def call(self, how):
+            for _ in range(2):  # the second cancellation comes with the end of the event loop
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.Event().wait()
+
+    answer = answered(Toolbox([Stubborn()], timeout_s=0.01), "stubborn", how="x")
+    assert answer.content == "Error: stubborn gave no answer within 0.01 s"
 
 
 def test_what_is_wrong_with_the_machinery_is_nobodys_answer():

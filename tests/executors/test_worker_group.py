@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 import sysconfig
+import threading
 import venv
 from pathlib import Path
 
@@ -13,7 +14,14 @@ import torch
 from executors.components import arrays
 
 from ratchet.config.schema import RunConfig
-from ratchet.errors import CallTimeout, ConfigError, PortBusy, VersionMismatch, WorkerRaised
+from ratchet.errors import (
+    CallTimeout,
+    ConfigError,
+    DataError,
+    PortBusy,
+    VersionMismatch,
+    WorkerRaised,
+)
 from ratchet.executors.config import LocalClusterConfig
 from ratchet.executors.local import LocalExecutor
 from ratchet.executors.placement import ResourceRequest
@@ -269,3 +277,9 @@ def test_what_several_ranks_are_given_is_packed_once(start, monkeypatch):
     ):
         np.testing.assert_array_equal(back, sent[0] * 2)
     assert len(packed) == 2
+
+
+@pytest.mark.parametrize("value", [lambda: 0, threading.Lock(), (i for i in "a")])
+def test_what_can_not_be_sent_is_refused_in_a_sentence(value):
+    with pytest.raises(DataError, match=r"a value can't be sent between processes: .*pickle"):
+        pack({"meta": value})

@@ -21,6 +21,7 @@ from ratchet.errors import ConfigError, RatchetError
 from ratchet.rewards.deadline import Deadline
 from ratchet.rewards.user_threads import call_user_function
 from ratchet.types import Message, Part, ToolCall
+from ratchet.utils.user_code import leave_when_cancelled
 
 
 class ToolConfig(Section):
@@ -134,7 +135,7 @@ class Toolbox:
         limit = Deadline(self.timeout_s)
         try:
             async with limit:
-                return await call_user_function(tool.call, **arguments)
+                return await leave_when_cancelled(call_user_function(tool.call, **arguments))
         except (RatchetError, ToolError):
             raise
         # A tool is user code and may raise any exception. The policy reads the exception's text and
