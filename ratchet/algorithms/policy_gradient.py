@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -258,9 +259,10 @@ def adapt_coef(
 ) -> None:
     """Set the KL coefficient of the next step from this step's KL, the metric named `metric`.
 
-    The coefficient does not change if the metric is missing.
+    The coefficient does not change if the metric is missing, or is not finite: the learner skips
+    such a step, and a coefficient of NaN would make every later step NaN.
     """
-    if metric in metrics:
+    if math.isfinite(metrics.get(metric, math.nan)):
         state.numbers[COEF] = adapt_kl(
             state.numbers.get(COEF, coef), metrics[metric], target=target, rate=rate
         )

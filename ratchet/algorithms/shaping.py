@@ -21,7 +21,7 @@ from ratchet.algorithms.advantages.common import (
     std_by,
     sum_by,
 )
-from ratchet.algorithms.advantages.group_baselines import require_parts
+from ratchet.algorithms.advantages.group_baselines import list_known_parts, require_parts
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
 
@@ -121,22 +121,19 @@ def component_weights(batch: Batch, state: AlgoState, *, weights: Mapping[str, f
     """Set the reward to the sum of weight * part over the named parts of the reward.
 
     A part that a row lacks counts as 0. The rewards of turns are multiplied by the weight of the
-    part "environment", or by 0 if `weights` does not name it. Raises ConfigError if no row of the
-    batch has a part that `weights` names.
+    part "environment", or by 0 if `weights` does not name it. Raises ConfigError if no row of
+    this batch or an earlier one has a part that `weights` names.
     """
     if not batch.n_sequences:
         return batch
-    names = [
-        name.removeprefix("reward/")
-        for name in batch.sequence_columns
-        if name.startswith("reward/")
-    ]
-    require_parts(names, weights)
+    require_parts(list_known_parts(batch, state), weights)
     parts = [
-        weight * batch.need(f"reward/{name}").nan_to_num(0.0) for name, weight in weights.items()
+        weight * batch.need(f"reward/{name}").nan_to_num(0.0)
+        for name, weight in weights.items()
+        if batch.has(f"reward/{name}")
     ]
     weighted = replace(batch, turn_rewards_T=weights.get(ENVIRONMENT, 0.0) * batch.turn_rewards_T)
-    return _replace_rewards(weighted, torch.stack(parts).sum(0))
+    return _replace_rewards(weighted, sum(parts, torch.zeros_like(batch.rewards_S)))
 
 
 def normalise_rewards(

@@ -16,7 +16,7 @@ from ratchet.data.chat.builtin_tokenizers import apply_chat_template_kwargs
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.processor import load_processor
 from ratchet.data.tokenizer_config import TokenizerConfig
-from ratchet.errors import ConfigError, ModelError, RunDirectoryError, RunNotFound
+from ratchet.errors import ConfigError, RunDirectoryError, RunNotFound
 from ratchet.executors.freeze import (
     freeze,
     has_compiled_kernels,
@@ -24,15 +24,12 @@ from ratchet.executors.freeze import (
     use_kernels,
 )
 from ratchet.models.load import load_policy
-from ratchet.models.lora.files import CONFIG as ADAPTER_CONFIG
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.run_dir import MODEL, RunDirectory
 from ratchet.training.from_config import build_policy, get_chat_template
 from ratchet.training.saved_weights import SavedWeights, export_checkpoint, split_step
 from ratchet.training.stage import Policy
-from ratchet.utils.safe_read import read_json
 from ratchet.utils.temp_dirs import TemporaryFolder
-from ratchet.utils.terminal_text import shorten_text
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,6 @@ def open_target(
     if step is not None:
         return _open_checkpoint(path, step, recipe, generator)
     if not run_recipe.is_file():
-        _refuse_adapter(path)
         config = None if recipe is None else freeze(load_config(recipe))
         template = None if config is None else get_chat_template(config)
         device = resolve_device("auto")
@@ -108,21 +104,6 @@ def open_target(
     config = load_config(run_recipe)
     policy = _load_run_policy(config, path / MODEL, generator)
     return Target(path / MODEL, policy, config if recipe is None else freeze(load_config(recipe)))
-
-
-def _refuse_adapter(path: Path) -> None:
-    """Raise ModelError for a directory that holds a LoRA adapter instead of a model."""
-    if not (path / ADAPTER_CONFIG).is_file() or (path / "config.json").is_file():
-        return
-    try:
-        base = str(read_json(path / ADAPTER_CONFIG)["base_model_name_or_path"] or "BASE")
-    except (OSError, ValueError, KeyError, TypeError):
-        base = "BASE"
-    raise ModelError(
-        f"{path} is a LoRA adapter without its base model. Merge the two: `ratchet convert "
-        f"{shorten_text(base, 200)} NEW_DIRECTORY --merge-lora {path}`, or name the adapter's run, "
-        "whose model/ has it merged"
-    )
 
 
 def _load_run_policy(config: RunConfig, model_dir: Path, generator: str | None) -> Policy:

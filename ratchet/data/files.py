@@ -252,7 +252,10 @@ def _read_saved_names(state: str) -> list[str]:
 
 
 def _list_files_below(directory: Path) -> list[Path]:
-    """Return the files below a directory. Raises OSError for a directory that can't be listed."""
+    """Return the files below a directory, and links to files that don't exist, which are no rows.
+
+    Raises OSError for a directory that can't be listed.
+    """
 
     def refuse(error: OSError) -> None:
         raise error
@@ -260,7 +263,7 @@ def _list_files_below(directory: Path) -> list[Path]:
     locations = (
         Path(root, name) for root, _, names in os.walk(directory, onerror=refuse) for name in names
     )
-    return [path for path in sorted(locations) if path.is_file()]
+    return [path for path in sorted(locations) if not path.is_dir()]
 
 
 def _list_matches(pattern: Path) -> list[Path]:
@@ -273,7 +276,8 @@ def _list_matches(pattern: Path) -> list[Path]:
     base = Path(*parts[:n_fixed_parts])
     if base.is_dir():
         _require_listable(base, parts[n_fixed_parts:])
-    return [path for path in sorted(base.glob(str(Path(*parts[n_fixed_parts:])))) if path.is_file()]
+    matches = sorted(base.glob(str(Path(*parts[n_fixed_parts:]))))
+    return [path for path in matches if not path.is_dir()]
 
 
 def _require_listable(directory: str | Path, parts: Sequence[str]) -> None:

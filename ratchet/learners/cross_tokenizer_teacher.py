@@ -144,7 +144,24 @@ class AlignedTeacher(Teacher):
                 for student_range, teacher_range in spans
                 if run_is_scored
             ]
-        return self._truncate(translation)
+        return self._truncate(self._begin_with_bos(translation))
+
+    def _begin_with_bos(self, translation: TranslatedRow) -> TranslatedRow:
+        """Return the row with the teacher's BOS in front, if the teacher needs one and has none.
+
+        The student's row has no BOS if the student's tokenizer has none.
+        """
+        bos_id = self.teacher.bos_id
+        if not self.teacher.adds_bos or bos_id is None or translation.tokens[:1] == [bos_id]:
+            return translation
+        return TranslatedRow(
+            [bos_id, *translation.tokens],
+            [False, *translation.is_scored],
+            [
+                (student_range, _shift(teacher_range, 1))
+                for student_range, teacher_range in translation.spans
+            ],
+        )
 
     def _truncate(self, translation: TranslatedRow) -> TranslatedRow:
         """Cut the row to the teacher's context, and drop spans that contain the first token.

@@ -17,15 +17,18 @@ from ratchet.config.model_shape.config_json import MEDIA_CONFIG_KEYS
 from ratchet.config.model_shape.decoder_config import DecoderConfig, unsupported_reason
 from ratchet.errors import ModelError
 from ratchet.models.config_overrides import override_config
+from ratchet.models.lora.files import CONFIG as ADAPTER_CONFIG
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 from ratchet.models.scalar_head import HEAD_FILE
 from ratchet.models.weights.hf_weights import INDEX, empty_decoder, load_decoder, read_json
+from ratchet.utils import safe_read
 from ratchet.utils.object_store import (
     expand_home,
     explain_bad_address,
     fetch_directory,
     is_address,
 )
+from ratchet.utils.terminal_text import shorten_text
 
 if TYPE_CHECKING:
     from ratchet.models.transformers.policy import TransformersPolicy
@@ -180,6 +183,9 @@ def find_model(name: str | Path, *, revision: str | None = None, with_code: bool
         return _fetch(str(name), revision, with_code)
     path = expand_home(name)
     if path.is_dir():
+        if reason := safe_read.explain_broken_link(path):
+            raise ModelError(reason)
+        _refuse_adapter(path)
         return path
     text = str(name)
     if path.exists():
@@ -189,6 +195,21 @@ def find_model(name: str | Path, *, revision: str | None = None, with_code: bool
     if not is_hub_id(name):
         raise ModelError(f"there is no model directory '{text}': {_explain_missing(path)}")
     return _download(text, revision, with_code)
+
+
+def _refuse_adapter(path: Path) -> None:
+    """Raise ModelError for a directory that holds a LoRA adapter instead of a model."""
+    if not (path / ADAPTER_CONFIG).is_file() or (path / "config.json").is_file():
+        return
+    try:
+        base = str(safe_read.read_json(path / ADAPTER_CONFIG)["base_model_name_or_path"] or "BASE")
+    except (OSError, ValueError, KeyError, TypeError):
+        base = "BASE"
+    raise ModelError(
+        f"{path} is a LoRA adapter without its base model. Merge the two: `ratchet convert "
+        f"{shorten_text(base, 200)} NEW_DIRECTORY --merge-lora {path}`, or name the adapter's run, "
+        "whose model/ has it merged"
+    )
 
 
 def _explain_missing(path: Path) -> str:

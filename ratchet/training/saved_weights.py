@@ -118,6 +118,7 @@ def replace_saved_model(config: RunConfig) -> RunConfig:
     Raises:
         RunDirectoryError: The run has no finished model, and no step is named.
         CheckpointError: The checkpoint is missing or damaged.
+        ConfigError: `model.overrides` is set for a checkpoint.
     """
     saved = None if config.model.path is None else find_saved(config.model.path)
     if saved is None:
@@ -125,9 +126,21 @@ def replace_saved_model(config: RunConfig) -> RunConfig:
     if saved.step is None:
         model = config.model.model_copy(update={"path": str(saved.path)})
         return config.model_copy(update={"model": model})
+    check_overrides(config, saved)
     source_config = use_start_copy(load_recipe(saved.run, saved.load()), saved.run)
     changes = {"model": source_config.model, "tokenizer": source_config.tokenizer}
     return replace_saved_model(config.model_copy(update=changes))
+
+
+def check_overrides(config: RunConfig, saved: SavedWeights) -> None:
+    """Raise ConfigError if `model.overrides` is set for a model that is a checkpoint."""
+    if saved.step is not None and config.model.overrides:
+        place = f"{saved.run}@{saved.step}"
+        raise ConfigError(
+            f"model.overrides changes the config.json of a model directory, and {place} is a "
+            f"checkpoint. Make a directory of it (`ratchet convert {place} DIR`), and set "
+            "model.path=DIR"
+        )
 
 
 def _require_step(directory: RunDirectory, step: int) -> None:

@@ -29,6 +29,7 @@ from ratchet.runs.without_steps import (
 from ratchet.training.preflight import run_preflight
 from ratchet.training.saved_weights import (
     SavedWeights,
+    check_overrides,
     copy_start,
     explain_relative_path,
     find_saved,
@@ -163,6 +164,8 @@ def _load_recipe(
         config = load_config(recipe, overrides, model_path=str(saved.path), model_option="--from")
     if saved is not None and config.model.path != str(saved.path):
         config = load_config(recipe, overrides, model_path=str(saved.path))
+    if saved is not None:
+        check_overrides(config, saved)
     return config, saved
 
 

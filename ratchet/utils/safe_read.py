@@ -28,6 +28,8 @@ MAX_DEPTH = 100
 # An unterminated string matches too. Otherwise the search would begin again at each quotation mark
 # in it, which takes quadratic time.
 _STRING = re.compile(r'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
+# Files of a model beside its weights.
+MODEL_SUFFIXES = (".json", ".model", ".txt", ".jinja")
 FILE_KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a pipe"),
@@ -67,6 +69,25 @@ def _require_plain(path: str | Path, mode: int) -> None:
         kind = next((name for is_kind, name in FILE_KINDS if is_kind(mode)), "no file")
         number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
         raise OSError(number, f"it is {kind}, and must be a plain file", str(path))
+
+
+def explain_broken_link(directory: str | Path) -> str | None:
+    """Return which link of a model directory names no file, and what to do; None without one.
+
+    Most files of a model are optional, so a reader would take such a link for an absent file.
+    """
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError:  # a directory that can't be listed
+        return None
+    for name in names:
+        path = os.path.join(directory, name)
+        if name.endswith(MODEL_SUFFIXES) and os.path.islink(path) and not os.path.exists(path):
+            return (
+                f"{path} is a link to a file that doesn't exist: copy the model with the files "
+                "that its links name (cp -rL), or remove the link"
+            )
+    return None
 
 
 def read_last_lines(path: str | Path, n_lines: int, *, max_bytes: int) -> list[str]:

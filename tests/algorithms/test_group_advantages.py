@@ -27,6 +27,7 @@ from ratchet.algorithms.advantages.group_baselines import (
     rloo,
 )
 from ratchet.algorithms.base import AlgoState
+from ratchet.algorithms.shaping import component_weights
 from ratchet.batch import Batch
 from ratchet.errors import ConfigError, DataError
 
@@ -298,6 +299,26 @@ def test_gdpo_of_equal_parts_is_exactly_zero(part: float):
         for row in attempts("a", *[1.0] * 7) + attempts("b", 1.0, 1.0)
     ]
     assert by_row(gdpo(filled(rows), AlgoState())) == [0.0] * 9
+
+
+@pytest.mark.parametrize("weigh", [gdpo, component_weights])
+def test_a_part_that_an_earlier_batch_had_may_be_absent(weigh):
+    """Each kind of task may have parts of its own, and a small batch lacks a kind."""
+    weights, state = {"maths": 1.0, "code": 2.0}, AlgoState()
+    batches = [
+        filled([replace(row, parts=own[row.attempt]) for row in attempts("a", 1, 0)])
+        for own in ([{"maths": 1.0}, {"code": 0.5}], [{"maths": 1.0}, {"maths": 0.0}])
+    ]
+    with pytest.raises(ConfigError, match="weights name code"):
+        weigh(batches[1], AlgoState(), weights=weights)
+    weigh(batches[0], state, weights=weights)
+    later, alone = (
+        weigh(batches[1], state_of, weights=kept)
+        for state_of, kept in ((state, weights), (AlgoState(), {"maths": 1.0}))
+    )
+    assert later.rewards_S.tolist() == alone.rewards_S.tolist()
+    assert later.token_columns.keys() == alone.token_columns.keys()
+    assert all(x.equal(alone.need(name)) for name, x in later.token_columns.items())
 
 
 def test_gdpo_refuses_a_part_that_no_reward_has():

@@ -240,6 +240,16 @@ def test_the_coefficient_moves_with_the_clipped_relative_error(kl: float, expect
     assert adapt_kl(0.2, kl, target=6.0, rate=0.1) == pytest.approx(expected, rel=1e-12)
 
 
+def test_a_skipped_step_of_nan_does_not_move_the_coefficient():
+    """The learner skips such a step; a coefficient of NaN would make all later steps NaN."""
+    config = {"kind": "grpo", "kl": {"coef": 0.1, "target": 1.0}}
+    algorithm = build(resolve("algorithm", config))
+    state = AlgoState()
+    for kl, expected in ((math.nan, {}), (math.inf, {}), (2.0, {"coef/kl": 0.102})):
+        algorithm.observe(state, {"policy/kl/kl": kl})
+        assert state.numbers == pytest.approx(expected)
+
+
 def test_the_rate_scales_the_move():
     assert adapt_kl(1.0, 12.0, target=6.0, rate=0.5) == pytest.approx(1.1)
     assert adapt_kl(1.0, 3.0, target=6.0, rate=0.0) == 1.0

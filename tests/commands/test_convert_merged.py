@@ -130,7 +130,12 @@ def test_a_base_of_another_shape_is_refused(files):
 
 
 def test_the_model_of_a_run_has_its_adapter_already(files):
+    """An adapter of another run, trained on top of this one's model, is not in it yet."""
     (files / "config.yaml").touch()
     shutil.copytree(files / "base", files / "model")
-    with pytest.raises(ConfigError, match="which is merged in its model/ already: name the base"):
-        convert(files, files / "merged", "hf", adapter=files / "adapter")
+    for source in (files, files / "model"):
+        with pytest.raises(ConfigError, match=r"which is merged in .* already: name the base"):
+            convert(source, files / "merged", "hf", adapter=files / "adapter")
+    shutil.copytree(files / "adapter", files / "other" / "adapter")
+    convert(files, files / "merged", "hf", adapter=files / "other" / "adapter")
+    check_merged(files / "merged")

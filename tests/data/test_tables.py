@@ -217,6 +217,14 @@ def bomb(kind):
     )
 
 
+def test_a_link_to_a_missing_shard_is_no_absent_shard(tmp_path):
+    (tmp_path / "0.jsonl").write_bytes(as_jsonl(ROWS))
+    (tmp_path / "1.jsonl").symlink_to(tmp_path / "moved.jsonl")
+    for location in (tmp_path, tmp_path / "*.jsonl"):
+        with pytest.raises(DataError, match=r"1\.jsonl: can't be read: No such file"):
+            list(open_table(*find_files([location])))
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", ["texts", "texts in lists", "numbers"])
 def test_a_row_group_that_would_fill_memory_is_refused(kind, tmp_path, monkeypatch):

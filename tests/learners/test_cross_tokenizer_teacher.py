@@ -307,6 +307,20 @@ def test_an_answer_right_behind_text_keeps_its_first_space(kind):
         assert [i for mine, _ in made.spans for i in mine] == list(range(len(prompt), len(whole)))
 
 
+def test_a_teacher_that_needs_bos_gets_it_from_a_student_without():
+    """Llama and Gemma were trained with BOS in front of every text, and Qwen has none."""
+    student, teaching = character_tokenizer("ab"), character_tokenizer("ba")
+    teaching.bos_id, teaching.adds_bos = teaching.special_ids["<reserved_0>"], True
+    teacher, _ = teacher_of(teaching, student)
+    made = teacher.translate(student.encode("ab"), [False, True])
+    assert made.tokens == [teaching.bos_id, *teaching.encode("ab")]
+    assert made.is_scored == [False, False, True]
+    assert made.spans == [(range(1, 2), range(2, 3))]
+    student.bos_id = student.special_ids["<reserved_0>"]
+    with_bos = teacher.translate([student.bos_id, *student.encode("ab")], [False, False, True])
+    assert with_bos.tokens == made.tokens  # once
+
+
 def test_a_span_that_nothing_predicts_is_none():
     """The teacher has no BOS: its row begins with the answer, whose first token nothing
     predicts."""

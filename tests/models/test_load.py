@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ratchet.config.model_shape.presets import get_preset
+from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.errors import ModelError
 from ratchet.models import load
 from ratchet.models.load import find_model, init_policy, load_policy
@@ -52,6 +53,16 @@ def test_both_backends_agree(saved, ragged):
 
 def test_dtype(saved):
     assert next(load_policy(saved, dtype=torch.bfloat16).parameters()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "chat_template.jinja"])
+def test_a_link_to_a_missing_file_is_no_absent_file(name, saved):
+    """As after `cp -r` of a model in the cache of the Hub, whose files are links."""
+    (saved / name).unlink(missing_ok=True)
+    (saved / name).symlink_to("../../blobs/ab12")
+    for read in (find_model, load_tokenizer):
+        with pytest.raises(ModelError, match=rf"{name} is a link to a file that doesn't exist"):
+            read(saved)
 
 
 def no_download(*_, **__):

@@ -74,8 +74,26 @@ def losses(run: Path) -> list[float]:
 def test_a_run_and_its_checkpoint_are_planned_as_the_model_that_they_are(folder: Path) -> None:
     shape = read_shape(load_config(folder / "recipe.yaml"))
     for place in (folder / "first", f"{folder / 'first'}@2"):
-        config = load_config(folder / "recipe.yaml", model_path=str(place))
+        config = load_config(folder / "recipe.yaml", model_path=str(place), model_option="--from")
         assert read_shape(replace_saved_model(config)) == shape
+
+
+@pytest.mark.medium
+def test_overrides_hold_for_the_model_of_a_run(folder: Path, tmp_path: Path) -> None:
+    """As for the directory of that model; a checkpoint has no config.json to change."""
+    first, recipe = folder / "first", tmp_path / "recipe.yaml"
+    model = {"path": str(first), "overrides": {"max_position_embeddings": 40}}
+    recipe.write_text(yaml.safe_dump({**RECIPE, "model": model, "tokenizer": {"kind": "auto"}}))
+    start(tmp_path, tmp_path / "run", "steps=1")
+    config = json.loads((tmp_path / "run/model/config.json").read_text())
+    assert config["max_position_embeddings"] == 40
+    override = f"model.path={first}@2"
+    for read in (
+        lambda: replace_saved_model(load_config(recipe, [override])),
+        lambda: start(tmp_path, tmp_path / "other", override),
+    ):
+        with pytest.raises(ConfigError, match=r"model.overrides changes .*@2 is a checkpoint"):
+            read()
 
 
 def test_names_of_saved_weights(folder: Path) -> None:

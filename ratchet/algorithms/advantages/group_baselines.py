@@ -167,18 +167,17 @@ def gdpo(
 
     weights: weight of each part, by name; default: 1 for every part.
 
-    Raises ConfigError if the rewards have no parts, or lack a part that `weights` names.
+    Raises ConfigError if the rewards have no parts, or if no batch so far has a part that `weights`
+    names.
     """
     attempts = collect_attempts(batch)
-    names = [
-        name.removeprefix("reward/")
-        for name in batch.sequence_columns
-        if name.startswith("reward/")
-    ]
+    known_names = list_known_parts(batch, state)
     if batch.n_sequences:
-        require_parts(names, weights)
+        require_parts(known_names, weights)
     total_A = torch.zeros_like(attempts.rewards_A)
-    for name, weight in (weights or dict.fromkeys(names, 1.0)).items():
+    for name, weight in (weights or dict.fromkeys(list_parts(batch), 1.0)).items():
+        if not batch.has(f"reward/{name}"):
+            continue
         part_A = torch.full_like(total_A, torch.nan)
         part_A[attempts.attempt_R] = batch.need(f"reward/{name}")[attempts.is_counted_S]
         has_part_A = ~part_A.isnan()
@@ -191,6 +190,22 @@ def gdpo(
     normalised_A = normalise_by(put_all_in_one_bin(total_A), total_A, scale="std", epsilon=epsilon)
     advantages_A = torch.where(total_A == 0, 0.0, normalised_A)
     return broadcast_to_tokens(batch, attempts.to_sequences(advantages_A))
+
+
+def list_parts(batch: Batch) -> list[str]:
+    """Return the names of the reward's parts that a row of the batch has."""
+    prefix = "reward/"
+    return [name.removeprefix(prefix) for name in batch.sequence_columns if name.startswith(prefix)]
+
+
+def list_known_parts(batch: Batch, state: AlgoState) -> list[str]:
+    """Return the names of the reward's parts in this batch and in earlier ones, as `state` says.
+
+    A part may belong to some tasks only, of which a small batch may have none.
+    """
+    prefix = "known_part/"
+    state.numbers |= {f"{prefix}{name}": 1.0 for name in list_parts(batch)}
+    return [name.removeprefix(prefix) for name in state.numbers if name.startswith(prefix)]
 
 
 def require_parts(names: list[str], weights: Mapping[str, float] | None) -> None:

@@ -34,7 +34,7 @@ from ratchet.models.lora.files import StoredAdapter, load_adapter
 from ratchet.models.weights.checksums import checksum
 from ratchet.models.weights.hf_weights import read_json
 from ratchet.observe.progress_bar import show_bar
-from ratchet.runs.run_dir import ADAPTER, MODEL
+from ratchet.runs.run_dir import ADAPTER, AVERAGE, MODEL
 from ratchet.utils import safe_read
 from ratchet.utils.atomic_files import write_json
 from ratchet.utils.summarize import summarize_names
@@ -185,12 +185,20 @@ def find_stored_model(source: str, config: Path | None = None) -> StoredModel:
 
 
 def _load_adapter(source: str, adapter: Path) -> StoredAdapter:
-    if (Path(source) / "config.yaml").is_file() and (Path(source) / ADAPTER).is_dir():
-        raise ConfigError(
-            f"{source} trained an adapter, which is merged in its {MODEL}/ already: name the base "
-            "model (adapter_config.json has its name), or remove --merge-lora"
-        )
+    path = Path(source).resolve()
+    run = path.parent if path.name in (MODEL, AVERAGE) else path
+    if (run / "config.yaml").is_file():
+        check_not_merged(source, run, adapter)
     return load_adapter(adapter)
+
+
+def check_not_merged(source: str, run: Path, adapter: Path) -> None:
+    """Raise ConfigError if `run` trained the adapter, which its model `source` has merged."""
+    if adapter.resolve() == (run / ADAPTER).resolve():
+        raise ConfigError(
+            f"{run} trained this adapter, which is merged in {source} already: name the base model "
+            "(adapter_config.json has its name), or remove --merge-lora"
+        )
 
 
 @contextmanager

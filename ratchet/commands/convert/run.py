@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from ratchet.checkpoint.manifest import MANIFEST
-from ratchet.commands.convert.command import Say, convert
+from ratchet.commands.convert.command import Say, check_not_merged, convert
 from ratchet.config.schema import ModelConfig
 from ratchet.errors import CheckpointError, ConfigError
 from ratchet.learners.config import MegatronConfig
@@ -59,7 +59,8 @@ def convert_paths_or_addresses(
     if not (is_remote and output.exists()):
         output.parent.mkdir(parents=True, exist_ok=True)
         export_dir = output.absolute().with_name(f".{output.name}.source")
-        local_source, config = _read_source(source, config, export_dir, say)
+        adapter_dir = _get_local_path(adapter)
+        local_source, config = _read_source(source, config, export_dir, say, adapter_dir)
         convert(
             local_source,
             output,
@@ -67,7 +68,7 @@ def convert_paths_or_addresses(
             config=_get_local_path(config),
             verify=verify,
             say=say,
-            adapter=_get_local_path(adapter),
+            adapter=adapter_dir,
         )
         if (export_dir / MARKER).is_file():
             shutil.rmtree(export_dir, ignore_errors=True)
@@ -84,7 +85,7 @@ def convert_paths_or_addresses(
 
 
 def _read_source(
-    source: str, config: str | None, export_dir: Path, say: Say
+    source: str, config: str | None, export_dir: Path, say: Say, adapter: Path | None
 ) -> tuple[str, str | None]:
     """Return the local path or hub id of the source, and the `config` to convert it with.
 
@@ -97,6 +98,9 @@ def _read_source(
         config: The directory or address of a config.json, or None.
         export_dir: The directory that a checkpoint is exported to.
         say: A function that prints a line.
+        adapter: The adapter that will be merged into the model, or None.
+
+    Raises ConfigError if a checkpoint has the adapter merged already.
     """
     # Without --config, CHECKPOINT/policy is treated like CHECKPOINT. With it, the files in that
     # folder are converted directly.
@@ -105,6 +109,8 @@ def _read_source(
         return (str(fetch_weights(source)) if is_address(source) else source), config
     checkpoint = saved.load()
     recipe = load_recipe(saved.run, checkpoint)
+    if adapter is not None and recipe.stages[-1].lora is not None:
+        check_not_merged(source, saved.run, adapter)
     megatron = saved.path / "policy" / "megatron"
     if isinstance(recipe.stages[-1].learner, MegatronConfig) and megatron.is_dir():
         return str(megatron), config or _find_start_config(

@@ -444,6 +444,8 @@ def reward_model(path: str) -> Conversion:
     def convert(value: Any, config: PeerConfig) -> Any:
         if not numbers.flag(value):
             return Inert("it is off there")
+        if config[path] is None:
+            raise InvalidValue(f"needs {path}, which is not set: set rewards by hand")
         return Values({"rewards": [{"kind": "reward_model", "path": str(config[path])}]})
 
     return convert

@@ -44,6 +44,8 @@ def load_tokenizer(source: str | Path, *, revision: str | None = None) -> Tokeni
     directory = _fetch(str(source)) if is_address(source) else expand_home(source)
     if not directory.is_dir():
         directory = _download(str(source), revision)
+    if reason := safe_read.explain_broken_link(directory):
+        raise ModelError(reason)
     config = {
         **_read_json(directory / "special_tokens_map.json"),
         **_read_json(directory / "tokenizer_config.json"),

@@ -39,7 +39,16 @@ UNSUPPORTED_SETTINGS = (
     "fan_in_fan_out",
     "layer_replication",
     "lora_bias",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "use_bdlora",
+    "use_qalora",
 )
+# Initialisations of peft that leave the base's weights as they are. With any other, such as PiSSA,
+# the adapter belongs to a base from which a part was subtracted.
+PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva", "mica")
 
 
 def require_peft() -> None:
@@ -146,9 +155,9 @@ def load_adapter(directory: Path) -> StoredAdapter:
         raise ModelError(
             f"{directory} holds a {config.peft_type} adapter, but only LORA is supported"
         )
-    unsupported = [key for key in UNSUPPORTED_SETTINGS if getattr(config, key, None)] + (
-        [] if config.bias == "none" else ["bias"]
-    )
+    unsupported = [key for key in UNSUPPORTED_SETTINGS if getattr(config, key, None)]
+    unsupported += [] if config.bias == "none" else ["bias"]
+    unsupported += [] if config.init_lora_weights in PLAIN_INITS else ["init_lora_weights"]
     if unsupported:
         raise ModelError(
             f"{directory}: the adapter has {unsupported[0]}={getattr(config, unsupported[0])!r}, "

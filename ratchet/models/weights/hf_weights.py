@@ -127,6 +127,23 @@ def read_config(directory: Path, hf: Mapping[str, Any] | None = None) -> Decoder
     )
 
 
+def _read_index(directory: Path) -> dict[str, str]:
+    """Return the file of each weight, by the index of a directory. Raises ModelError."""
+    files: Any = read_json(directory / INDEX).get("weight_map", {})
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise ModelError(
+            f"{directory / INDEX} has no weight_map with file names: copy it from the original "
+            "model"
+        )
+    for file in sorted(set(files.values())):
+        if not stays_inside(file):
+            raise ModelError(
+                f"{directory / INDEX} names the file '{file:.80}', which is outside of the "
+                "directory"
+            )
+    return files
+
+
 @dataclass(frozen=True)
 class WeightFiles:
     """The safetensors files of a directory, from which single weights or blocks can be read."""
@@ -138,29 +155,28 @@ class WeightFiles:
     def find(cls, directory: Path) -> WeightFiles:
         """Return the files of a directory.
 
-        Raises ModelError if there are none, or if the index names a file that is missing.
+        Raises ModelError if there are none, if the index names a file that is missing, or if there
+        are the files of two saves.
         """
+        has_whole = (directory / WEIGHTS).exists()
         if (directory / INDEX).exists():
-            files: Any = read_json(directory / INDEX).get("weight_map", {})
-            if not isinstance(files, dict) or not all(
-                isinstance(file, str) for file in files.values()
-            ):
+            files = _read_index(directory)
+            names = sorted(set(files.values()))
+            missing = next((name for name in names if not (directory / name).exists()), None)
+            if has_whole and WEIGHTS not in names:
+                # transformers leaves the index of an earlier save in its place, without the files.
+                if missing is None:
+                    raise ModelError(
+                        f"{directory} has both {WEIGHTS} and the files of {INDEX}, and one of the "
+                        "two is from an earlier save: remove that one"
+                    )
+            elif missing is not None:
                 raise ModelError(
-                    f"{directory / INDEX} has no weight_map with file names: copy it from the "
-                    "original model"
+                    f"{directory} is incomplete: {INDEX} names {missing}, which is missing"
                 )
-            for file in sorted(set(files.values())):
-                if not stays_inside(file):
-                    raise ModelError(
-                        f"{directory / INDEX} names the file '{file:.80}', which is outside of the "
-                        "directory"
-                    )
-                if not (directory / file).exists():
-                    raise ModelError(
-                        f"{directory} is incomplete: {INDEX} names {file}, which is missing"
-                    )
-            return cls(directory, files)
-        if (directory / WEIGHTS).exists():
+            else:
+                return cls(directory, files)
+        if has_whole:
             with _open(directory / WEIGHTS) as weight_file:
                 return cls(directory, dict.fromkeys(weight_file.keys(), WEIGHTS))
         pickled_names = [path.name for path in sorted(directory.glob("*.bin"))]

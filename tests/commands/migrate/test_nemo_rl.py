@@ -248,7 +248,7 @@ def test_a_coefficient_that_is_no_number_is_told(coef: Any) -> None:
 def test_prompt_files_are_taken_over(tmp_path: Path) -> None:
     """They are named from the root of the repository, somewhere above the file."""
     (tmp_path / "prompts").mkdir()
-    (tmp_path / "prompts/cot.txt").write_text("Use \\boxed{{}}:\n{}")
+    (tmp_path / "prompts/cot.txt").write_text('Use \\boxed{{}} or {{"x": 1}}:\n{}')
     (tmp_path / "prompts/system.txt").write_text("Be brief.")
     path = tmp_path / "configs" / "a.yaml"
     path.parent.mkdir()
@@ -258,8 +258,13 @@ def test_prompt_files_are_taken_over(tmp_path: Path) -> None:
         " system_prompt_file: prompts/system.txt}}\n"
     )
     flat = read_config(path).flat
-    assert flat["environment.prompt"] == "Use \\boxed{}:\n{problem}"
+    assert flat["environment.prompt"] == 'Use \\boxed{} or {"x": 1}:\n{problem}'
     assert flat["environment.system"] == "Be brief."
+    # A word in braces would be a column here: this one has the answer.
+    (tmp_path / "prompts/cot.txt").write_text("Use \\boxed{{answer}}:\n{}")
+    result = read_config(path)
+    assert "environment.prompt" not in result.flat
+    assert "data.default.prompt_file" in {item.peer_key for item in result.dropped}
 
 
 def test_an_adapter_on_megatron_is_one_here() -> None:

@@ -1,5 +1,6 @@
 """Adapters on our decoder: what they change, what they are called, and what peft makes of them."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -213,14 +214,20 @@ def test_unknown_maps_are_refused_and_experts_are_left_out_where_no_target_names
 
 @pytest.mark.needs("peft")
 def test_an_adapter_that_is_more_than_lora_is_refused(tmp_path):
+    """With PiSSA, for example, peft subtracts a part of each weight from the base."""
     policy = adapted()
     save_adapter(tmp_path, policy.adapter, ("q_proj",), dict(policy.adapter_weights()))
-    (tmp_path / "adapter_config.json").write_text(
-        (tmp_path / "adapter_config.json")
-        .read_text()
-        .replace('"use_dora": false', '"use_dora": true')
-    )
-    with pytest.raises(ModelError, match="use_dora=True"):
-        load_adapter(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    plain = json.loads(path.read_text())
+    changes = {
+        "use_dora": True,
+        "init_lora_weights": "pissa",
+        "alora_invocation_tokens": [1, 2],
+        "kasa_config": {},
+    }
+    for key, value in changes.items():
+        path.write_text(json.dumps({**plain, key: value}))
+        with pytest.raises(ModelError, match=f"{key}=.*, which is not plain LoRA"):
+            load_adapter(tmp_path)
     with pytest.raises(ModelError, match="not an adapter that peft can read"):
         load_adapter(tmp_path / "nowhere")

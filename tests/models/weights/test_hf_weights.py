@@ -165,6 +165,22 @@ def test_a_second_save_leaves_no_shards_behind(tmp_path):
     assert torch.equal(load_decoder(tmp_path).embed_tokens.weight, small(2).embed_tokens.weight)
 
 
+def test_an_index_of_an_earlier_save_is_not_followed(tmp_path):
+    """transformers' save_pretrained removes the shards of an earlier save, and not their index."""
+    save_decoder(small(0), tmp_path, max_shard_bytes=20_000)
+    shards = {path.name: path.read_bytes() for path in tmp_path.glob("model*")}
+    save_decoder(small(1), tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    for name in sorted(shards):  # the index last
+        (tmp_path / name).write_bytes(shards[name])
+    with pytest.raises(ModelError, match=r"has both model.safetensors and the files of .*index"):
+        load_decoder(tmp_path)
+    for path in tmp_path.glob("model-*"):
+        path.unlink()
+    loaded = dict(canonical_weights(load_decoder(tmp_path)))
+    assert all(loaded[name].equal(weight) for name, weight in expected.items())
+
+
 def test_a_failed_save_leaves_the_old_file_and_no_partial_one(tmp_path, monkeypatch):
     save_decoder(small(0), tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()

@@ -7,12 +7,14 @@ means Ratchet.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from string import Formatter
 from typing import Any
 
 from ratchet.commands.migrate import numbers, shared
 from ratchet.commands.migrate.nemo_rl.placement import DTENSOR, MEGATRON, uses_megatron
 from ratchet.commands.migrate.table import Conversion, Dropped, Inert, PeerConfig, Values, only_if
 from ratchet.data.presets.datasets import BOXED_REQUEST, PRESETS
+from ratchet.data.row_filters import COLUMN_IN_BRACES
 
 WARMUP_NOTE = (
     "the warm-up counts passes over a batch there and optimizer steps here (x minibatches)"
@@ -234,8 +236,15 @@ def prompt(value: Any, config: PeerConfig) -> Any:
         return Dropped(
             "set environment.prompt to the text around a question: '{problem}\nThink first.'"
         )
-    text = path.read_text(encoding="utf-8").replace("{{}}", "\0").replace("{}", f"{{{column}}}")
-    return text.replace("\0", "{}")
+    fields = list(Formatter().parse(path.read_text(encoding="utf-8")))
+    text = "".join(f"{literal}\0" if name is not None else literal for literal, name, *_ in fields)
+    # {{answer}} is the word in braces there. Here it would be the column of that name.
+    if any(name for _, name, *_ in fields) or COLUMN_IN_BRACES.search(text.replace("{\0}", "")):
+        return Dropped(
+            "it has a word in braces, which would be a column of the data here: set "
+            "environment.prompt by hand"
+        )
+    return text.replace("\0", f"{{{column}}}")
 
 
 def system_prompt(value: Any, config: PeerConfig) -> Any:

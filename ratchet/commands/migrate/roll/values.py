@@ -106,7 +106,7 @@ def estimator(value: Any, config: PeerConfig) -> Any:
 
 def difficulty(value: Any, config: PeerConfig) -> Any:
     """Convert difficulty_mask and its thresholds to a range of the group's mean reward."""
-    if not value:
+    if not numbers.flag(value):
         return Inert("it is off there")
     low, high = (
         numbers.real(config[f"difficulty_{side}_threshold"], f"difficulty_{side}_threshold")
