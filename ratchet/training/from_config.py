@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -19,7 +20,7 @@ from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.processor import Processor, load_processor
 from ratchet.data.tokenizer_config import AutoTokenizerConfig, TokenizerConfig
 from ratchet.errors import ConfigError
-from ratchet.executors.config import LocalClusterConfig
+from ratchet.executors.config import ClusterConfig, LocalClusterConfig
 from ratchet.executors.freeze import use_kernels
 from ratchet.executors.placement import ResourceRequest
 from ratchet.generators.workers.config import GeneratorWorkersConfig
@@ -69,10 +70,8 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
     learner_resources = trainer_resources or (
         [_get_driver_resources(config)] if driver_trains else []
     )
-    share_devices = config.cluster.takes_turns or config.cluster.is_resident
-    colocated_role = (
-        learner_resources[0].role if share_devices and learner_resources and not on_cpu else None
-    )
+    is_shared = bool(get_colocation(config)) and bool(learner_resources) and not on_cpu
+    colocated_role = learner_resources[0].role if is_shared else None
     generator_resources = get_generator_resources(
         generator, on_cpu=on_cpu, colocated_role=colocated_role
     )
@@ -94,6 +93,11 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
         assert isinstance(policy.generator, GeneratorPool), "this section builds a GeneratorPool"
         start_generators(policy.generator, generator, executor, model_source, policy.tokenizer)
     return policy
+
+
+def get_colocation(config: RunConfig) -> bool | Literal["resident"]:
+    """Return `cluster.colocated`; False for a user's own kind of cluster."""
+    return isinstance(config.cluster, ClusterConfig) and config.cluster.colocated
 
 
 def _check_torchrun(config: RunConfig) -> None:
