@@ -385,11 +385,6 @@ class RunConfig(Section):
             return self.device.startswith("cuda")
         return self.precision == "bfloat16"
 
-    @property
-    def colocated(self) -> bool:
-        """True if learner and generator use the same accelerators in turns."""
-        return self.cluster.is_colocated
-
     def check_keys(self) -> None:
         if self.kernels == "compiled" and not self.can_use_compiled_kernels:
             raise ValueError(

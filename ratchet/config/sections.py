@@ -272,8 +272,13 @@ class ClusterSection(Section):
     """The base section of clusters."""
 
     @property
-    def is_colocated(self) -> bool:
-        """True if learner and generator use the same accelerators in turns."""
+    def takes_turns(self) -> bool:
+        """True if learner and generator use the same accelerators in turns (colocation)."""
+        return False
+
+    @property
+    def is_resident(self) -> bool:
+        """True if learner and generator use the same accelerators at the same time."""
         return False
 
 

@@ -31,15 +31,20 @@ class ClusterConfig(ClusterSection):
     """Default deadline of a worker's call, in seconds."""
     silence_s: float = Field(25.0, ge=5)
     """Seconds without a heartbeat after which a worker is killed."""
-    colocated: bool = False
-    """Learner and generator take turns on the same accelerators; the one that waits keeps its
-    memory on the host."""
+    colocated: bool | Literal["resident"] = False
+    """Learner and generator use the same accelerators. true: they take turns, and the one that
+    waits keeps its memory on the host; resident: both stay there and work at the same time, so
+    their memory must fit together (generator.worker.kv_cache_gib)."""
     ports: Annotated[tuple[Port, Port] | None, AfterValidator(_check_ascending)] = None
     """First and last port on which workers may listen; null: any free port."""
 
     @property
-    def is_colocated(self) -> bool:
-        return self.colocated
+    def takes_turns(self) -> bool:
+        return self.colocated is True
+
+    @property
+    def is_resident(self) -> bool:
+        return self.colocated == "resident"
 
 
 class LocalClusterConfig(ClusterConfig):

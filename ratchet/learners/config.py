@@ -174,6 +174,9 @@ class MegatronConfig(DistributedConfig):
     last_stage_layers: Annotated[int, Field(ge=1)] | None = None
     """Layers on the last pipeline rank (Megatron's num_layers_in_last_pipeline_stage); null: about
     as many as on the other ranks."""
+    stage_layers: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    """Layers on each pipeline rank, in order; null: first_stage_layers and last_stage_layers say
+    those of the ends."""
     distributed_optimizer: bool = True
     """Divide the optimizer state over the data-parallel ranks (ZeRO-1)."""
     overlap_gradients: bool = False
@@ -189,6 +192,28 @@ class MegatronConfig(DistributedConfig):
     recompute: Literal["none", "attention", "full"] = "none"
     """Activations that the backward recomputes to save memory: none, those of attention, or those
     of whole layers."""
+
+    def check_keys(self) -> None:
+        super().check_keys()
+        layers, ranks = self.stage_layers, self.pipeline_parallel
+        if layers is None:
+            return
+        if self.first_stage_layers is not None or self.last_stage_layers is not None:
+            raise ValueError(
+                "stage_layers has the layers of the first and of the last rank too: remove "
+                "first_stage_layers and last_stage_layers"
+            )
+        if len(layers) != ranks:
+            raise ValueError(
+                f"stage_layers={list(layers)} has numbers for {len(layers)} pipeline ranks, and "
+                f"pipeline_parallel is {ranks}: give one number for each rank"
+            )
+        if min(layers) < self.pipeline_chunks:
+            raise ValueError(
+                f"stage_layers={list(layers)} has a rank with fewer layers than its stages "
+                f"(pipeline_chunks={self.pipeline_chunks}): give each at least "
+                f"{self.pipeline_chunks}"
+            )
 
     @property
     def fp8_format(self) -> str | None:

@@ -19,7 +19,11 @@ from ratchet.errors import ConfigError
 from ratchet.evals.early_stopping import EarlyStopping
 from ratchet.experience.async_rollouts.concurrency import ConcurrencyController
 from ratchet.experience.async_rollouts.group_filter import build_group_filter
-from ratchet.experience.async_rollouts.prefetch import PrefetchingSource, has_learning_signal
+from ratchet.experience.async_rollouts.prefetch import (
+    DuringUpdate,
+    PrefetchingSource,
+    has_learning_signal,
+)
 from ratchet.experience.async_rollouts.resumable_generator import ResumableGenerator
 from ratchet.experience.async_rollouts.staleness_scheduler import (
     StalenessScheduler,
@@ -106,7 +110,7 @@ def make_run(
     metrics = MetricsManager()
     weight_sync = _make_weight_sync(policy, roles["policy"], spec, metrics)
     max_context = get_max_row_length(policy.model, roles)
-    if spec.colocated:
+    if spec.takes_turns:
         roles, generator, weight_sync = colocate(roles, policy.generator, weight_sync)
         policy = replace(policy, generator=generator)
     rollout_policy = _wrap_generator(policy, spec.rollouts)
@@ -165,7 +169,7 @@ def _make_weight_sync(
         directory=spec.directory,
         one_host=policy.one_host,
         # A colocated learner is in main memory during pushes; adapters are written to files there.
-        on_accelerator=policy.is_on_accelerator and not spec.colocated and spec.adapter is None,
+        on_accelerator=policy.is_on_accelerator and not spec.takes_turns and spec.adapter is None,
         adapter=spec.adapter,
     )
     return make_recovering_weight_sync(
@@ -265,8 +269,7 @@ def _wrap_source(
             rollouts,
             _make_scheduler(settings, spec.batch_size, end_step),
             rollout_policy.generator,
-            pause_during_update=rollout_policy.ranks is None
-            and rollout_policy.generator.shares_weights,
+            during_update=_get_behaviour_during_update(rollout_policy, spec),
             replayable=setup.environment.replayable and setup.agent is None,
             has_signal=is_informative if settings.dynamic_sampling else None,
             group_filter=None
@@ -283,6 +286,13 @@ def _wrap_source(
             post_process=guard_post_process(setup.environment),
         )
     return source
+
+
+def _get_behaviour_during_update(policy: Policy, spec: StageSpec) -> DuringUpdate:
+    """Return what attempts do while the learner works."""
+    if spec.takes_turns:
+        return "interrupt"
+    return "pause" if policy.ranks is None and policy.generator.shares_weights else "continue"
 
 
 def _wrap_generator(policy: Policy, settings: RolloutsConfig) -> Policy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -69,11 +70,8 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
     learner_resources = trainer_resources or (
         [_get_driver_resources(config)] if driver_trains else []
     )
-    colocated_role = (
-        learner_resources[0].role
-        if is_colocated(config) and learner_resources and not on_cpu
-        else None
-    )
+    is_shared = bool(get_colocation(config)) and bool(learner_resources) and not on_cpu
+    colocated_role = learner_resources[0].role if is_shared else None
     generator_resources = get_generator_resources(
         generator, on_cpu=on_cpu, colocated_role=colocated_role
     )
@@ -97,7 +95,8 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
     return policy
 
 
-def is_colocated(config: RunConfig) -> bool:
+def get_colocation(config: RunConfig) -> bool | Literal["resident"]:
+    """Return `cluster.colocated`; False for a user's own kind of cluster."""
     return isinstance(config.cluster, ClusterConfig) and config.cluster.colocated
 
 

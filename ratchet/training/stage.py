@@ -224,7 +224,7 @@ class StageSpec:
     """The section of the weight sync; None chooses one that fits learner and generator."""
     directory: Path = Path("runs")
     """The directory in which weight syncs may leave files."""
-    colocated: bool = False
+    takes_turns: bool = False
     """True if learner and generator use the same accelerator in turns."""
     adapter: Adapter | None = None
     """The adapter that is trained in place of the weights; None trains the weights."""

@@ -21,8 +21,8 @@ from ratchet.training.build import make_run
 from ratchet.training.from_config import (
     get_adapter_base_dir,
     get_chat_template,
+    get_colocation,
     get_tokenizer_config,
-    is_colocated,
 )
 from ratchet.training.run import StageRun
 from ratchet.training.stage import EnvSetup, Policy, StageSpec, WorkerRolloutSpec
@@ -178,7 +178,7 @@ def build_stage_spec(config: RunConfig, index: int) -> StageSpec:
         sentinels=stage.sentinels,
         algorithm=stage.algorithm,
         weight_sync=stage.weight_sync,
-        colocated=is_colocated(config),
+        takes_turns=get_colocation(config) is True,
         worker_rollouts=_make_worker_rollouts(config, stage),
     )
 

@@ -5,7 +5,8 @@ of other ranks, and a rank that dies breaks only its own group. Members join thr
 the driver, at the first push and again after a failed one.
 
 Peak extra memory:
-- learner rank: one bucket, and the largest block if it is converted or not contiguous;
+- learner rank: one bucket, and the largest block if it is converted or not contiguous; with
+  changes only, all changes of the rank, since receivers need their size first;
 - receiver: a copy of the model (as sent), because all blocks are verified before any is used.
 """
 
@@ -16,6 +17,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from torch import Tensor
 
 from ratchet.errors import WeightSyncError
 from ratchet.models.weights.checksums import as_bytes, checksum
+from ratchet.protocols import Shard
+from ratchet.weight_sync.delta import iterate_changes
 from ratchet.weight_sync.transaction import PushWeightSync
 from ratchet.weight_sync.transport import WeightTransport
 from ratchet.weight_sync.weight_blocks import (
@@ -39,6 +43,8 @@ from ratchet.worker_protocols import Ranks
 JOIN_TIMEOUT_S = 15.0
 
 
+# The changes that a rank of this process has found and not yet sent, by session.
+_STAGED: dict[str, list[OutgoingPart]] = {}
 # Groups of this process: (session, "rank N" or "receiver N") -> (key, groups).
 _GROUPS: dict[tuple[str, str], tuple[str, list[Any]]] = {}
 
@@ -93,6 +99,25 @@ class CollectiveTransport(WeightTransport):
         group = dist.ProcessGroupGloo(group_store, group_rank, 1 + self.n_receivers, join_timeout)
         group._set_default_timeout(timedelta(seconds=self.timeout_s))
         return group
+
+    def stage_changes(self, weights: Iterator[Shard], rank: int, *, base: int, version: int) -> int:
+        """Find the rank's changes from version `base`, which `send` then sends.
+
+        Returns the bytes of these parts. Receivers need it before they can receive.
+        """
+        selected = self._select(weights)
+        changes = iterate_changes(
+            selected, self.dtype, session=self.session, base=base, version=version
+        )
+        parts = _STAGED[self.session] = list(changes)
+        return sum(align_bytes(part.n_bytes) for part in parts)
+
+    def send(
+        self, weights: Iterator[Shard], rank: int, *, base: int | None, version: int
+    ) -> list[SentPart]:
+        if (parts := _STAGED.pop(self.session, None)) is not None:
+            return self.write(iter(parts), rank)
+        return super().send(weights, rank, base=base, version=version)
 
     def write(self, outgoing: Iterator[OutgoingPart], rank: int) -> list[SentPart]:
         """Send a rank's blocks through its group, and return what was sent."""
@@ -163,6 +188,7 @@ class CollectiveTransport(WeightTransport):
 
     def forget(self) -> None:
         """Close the groups of the session."""
+        _STAGED.pop(self.session, None)
         for key in [key for key in _GROUPS if key[0] == self.session]:
             del _GROUPS[key]
 
@@ -257,7 +283,6 @@ class CollectiveWeightSync(PushWeightSync[CollectiveTransport]):
         **options: Any,
     ) -> None:
         super().__init__(senders, receivers, **options)
-        assert not self.transport.changes_only, "buckets are laid out in advance"
         self.transport = replace(
             self.transport,
             host=host,
@@ -269,8 +294,11 @@ class CollectiveWeightSync(PushWeightSync[CollectiveTransport]):
         self._store: dist.TCPStore | None = None
         self._attempt = 0
 
-    def _open_store(self, blocks: Sequence[Sequence[WeightBlock]]) -> CollectiveTransport:
-        """Return the transport of this attempt, whose store members can join."""
+    def _open_store(self, sizes: Sequence[int]) -> CollectiveTransport:
+        """Return the transport of this attempt, whose store members can join.
+
+        sizes: bytes that each rank sends.
+        """
         if self._store is None:
             self._store = dist.TCPStore(
                 self.transport.host, 0, is_master=True, wait_for_workers=False
@@ -279,9 +307,7 @@ class CollectiveWeightSync(PushWeightSync[CollectiveTransport]):
             self.transport,
             key=f"{self.transport.session}/{self._attempt}",
             port=self._store.port,
-            sizes=[
-                sum(align_bytes(block.n_bytes) for block in rank_blocks) for rank_blocks in blocks
-            ],
+            sizes=sizes,
         )
 
     async def _transfer(
@@ -291,7 +317,12 @@ class CollectiveWeightSync(PushWeightSync[CollectiveTransport]):
 
         A sender or receiver that fails still completes its broadcasts, so that no other one hangs.
         """
-        transport = self._open_store(blocks)
+        if base is None:
+            sizes = [sum(align_bytes(block.n_bytes) for block in own) for own in blocks]
+        else:
+            stage = partial(self.transport.stage_changes, base=base, version=version)
+            sizes = await self.senders.call("apply_to_weights", stage)
+        transport = self._open_store(sizes)
         sending = asyncio.ensure_future(self._send(transport, base, version))
         receiving = asyncio.ensure_future(self.receivers.call("receive", transport))
         try:

@@ -87,14 +87,17 @@ class FilesWeightSyncConfig(PushSection):
 class DeltaWeightSyncConfig(PushSection):
     """A weight sync that sends only the changes since the last version.
 
-    The changes are sent through files or shared memory.
+    The changes are sent through files, shared memory or collectives.
     """
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:delta"
 
     kind: Literal["delta"] = "delta"
-    through: Literal["files", "shared_memory"] = "files"
+    through: Literal["files", "shared_memory", "collective"] = "files"
     """How the changes are sent."""
     directory: str | None = None
     """Directory of the files; null: weight_sync/ in the run's directory."""
+    host: str | None = None
+    """With collective: the address at which other processes reach the driver; null: 127.0.0.1 on
+    one host, else the driver's host name."""
     dtype: SentDtype = Field(default="bfloat16", description=SENT_DTYPE_DESCRIPTION)

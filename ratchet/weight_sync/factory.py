@@ -154,7 +154,7 @@ def collective(
         endpoints.sender_ranks,
         endpoints.receiver_ranks,
         receivers_count=endpoints.receivers_count,
-        host=config.host or ("127.0.0.1" if endpoints.one_host else socket.gethostname()),
+        host=_get_host(config.host, endpoints),
         backend=config.backend,
         bucket_mib=config.bucket_mib,
         **_get_transport_options(config, endpoints),
@@ -175,9 +175,19 @@ def files(config: FilesWeightSyncConfig, endpoints: SyncEndpoints) -> FilesWeigh
 
 def delta(
     config: DeltaWeightSyncConfig, endpoints: SyncEndpoints
-) -> FilesWeightSync | SharedMemoryWeightSync:
+) -> CollectiveWeightSync | FilesWeightSync | SharedMemoryWeightSync:
     """Create the weight sync that sends receivers only the changes since the last version."""
     both_ends = (endpoints.sender_ranks, endpoints.receiver_ranks)
+    if config.through == "collective":
+        from ratchet.weight_sync.collective import CollectiveWeightSync
+
+        return CollectiveWeightSync(
+            *both_ends,
+            receivers_count=endpoints.receivers_count,
+            host=_get_host(config.host, endpoints),
+            changes_only=True,
+            **_get_transport_options(config, endpoints),
+        )
     if config.through == "shared_memory":
         from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
@@ -201,6 +211,11 @@ def delta(
 def _get_transport_options(config: PushSection, endpoints: SyncEndpoints) -> dict[str, Any]:
     """Return the arguments that all transports take."""
     return {"dtype": config.dtype, "timeout_s": config.timeout_s, "adapter": endpoints.adapter}
+
+
+def _get_host(host: str | None, endpoints: SyncEndpoints) -> str:
+    """Return the address of the driver; None: one that the run's processes reach."""
+    return host or ("127.0.0.1" if endpoints.one_host else socket.gethostname())
 
 
 def _get_directory(directory: str | None, endpoints: SyncEndpoints) -> Path:

@@ -92,11 +92,24 @@ class PushWeightSync(WeightSync, Generic[TransportT]):
             ) from error
 
     async def _push(self, version: int) -> None:
-        """Run the transaction."""
+        """Push the changes since the receivers' version if possible, else all weights."""
+        base = await self._find_base(version) if self.transport.changes_only else None
+        if base is not None:
+            try:
+                await self._push_from(base, version)
+            except WeightSyncError as error:
+                log.warning("changes from version %d to %d were lost: %s", base, version, error)
+                log.warning("all weights of version %d are pushed instead", version)
+                await self._rollback()
+            else:
+                return
+        await self._push_from(None, version)
+
+    async def _push_from(self, base: int | None, version: int) -> None:
+        """Run the transaction, with changes from version `base` if it is not None."""
         blocks = self._blocks = self._blocks or await self._describe()
         self._phase = "a receiver prepares"
         await self.receivers.call("prepare", blocks, version, self.lasting, self.adapter)
-        base = await self._find_base(version) if self.transport.changes_only else None
         self._phase = "weights are sent"
         parts, transport = await self._transfer(blocks, base, version)
         self.sent_bytes = sum(part.n_bytes for rank_parts in parts for part in rank_parts)
@@ -126,6 +139,7 @@ class PushWeightSync(WeightSync, Generic[TransportT]):
 
     async def _find_base(self, version: int) -> int | None:
         """Return an earlier version that all receivers have, or None."""
+        self._phase = "a receiver says which version it has"
         bases = await self.receivers.call("get_base_version", self.transport.session)
         is_common = len(set(bases)) == 1 and bases[0] is not None and bases[0] < version
         return bases[0] if is_common else None

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from command_line import ratchet
 from experience.ledger_faults import find_ledger_faults
+from support.offloadable_engine import KIND as OFFLOADABLE
 from training.test_session import RECIPE, assert_equal_runs
 
 from ratchet.experience.sources.prompt_ledger import read_ledger
@@ -26,6 +27,7 @@ ROLLOUTS = {
     },
     "in step": {"replay": {"groups": 2, "max_age": 2, "priority": "uniform"}},
     "tails": {"tail_batching": 2},
+    "turns": {"max_staleness": 2, "order": "ready"},
     "adaptive": {
         "max_staleness": 2,
         "order": "ready",
@@ -38,7 +40,9 @@ UNEVEN = {
     "algorithm": {"kind": "grpo", "group_size": 2},
     "sampling": {"max_new_tokens": 60, "stop": ["0"]},
 }
-MORE = {"resampled": CHOSEN, "in step": CHOSEN, "tails": UNEVEN}
+MORE = {"resampled": CHOSEN, "in step": CHOSEN, "tails": UNEVEN, "turns": UNEVEN}
+# Learner and generator take turns: attempts are interrupted by each update.
+PLACED = {"turns": {"cluster": {"colocated": True}, "generator": {"kind": OFFLOADABLE}}}
 STAGE = {
     "name": "rl",
     "algorithm": {"kind": "decoupled_ppo", "group_size": 4},
@@ -64,8 +68,10 @@ def case(request, tmp_path_factory):
         RECIPE["stages"][0],
         {**STAGE, "rollouts": ROLLOUTS[request.param], **MORE.get(request.param, {})},
     ]
+    placed = PLACED.get(request.param, {})
+    checkpoint = {"every": 1, "keep": 2}
     recipe.write_text(
-        yaml.safe_dump({**AHEAD, "checkpoint": {"every": 1, "keep": 2}, "stages": stages})
+        yaml.safe_dump({**AHEAD, **placed, "checkpoint": checkpoint, "stages": stages})
     )
     done = ratchet("train", recipe, "--run-dir", folder / "whole")
     assert done.returncode == 0, done.stderr

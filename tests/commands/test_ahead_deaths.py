@@ -14,6 +14,8 @@ import pytest
 import yaml
 from commands.test_rank_deaths import RECIPE, ForkedDriver, steps_of, until
 from experience.ledger_faults import find_ledger_faults
+from support.offloadable_engine import KIND as OFFLOADABLE
+from support.rotation import todays
 
 from ratchet.experience.sources.prompt_ledger import read_ledger
 
@@ -34,9 +36,15 @@ AHEAD = {
     "steps": STEPS,
     "batch_size": 4,
 }
-CLUSTERS = {
-    "local": {"kind": "local", "silence_s": 30},
-    "ray": {"kind": "ray", "silence_s": 30, "object_store_mib": 128},
+LOCAL = {"kind": "local", "silence_s": 30}
+RAY = {"kind": "ray", "silence_s": 30, "object_store_mib": 128}
+TURNS = {"worker": {"kind": OFFLOADABLE, "kv_cache_gib": 0.01}}
+# The cluster, and keys of the generator. Those that take turns with the learner are interrupted.
+PLACES = {
+    "local": (LOCAL, {}),
+    "ray": (RAY, {}),
+    "local, by turns": ({**LOCAL, "colocated": True}, TURNS),
+    "ray, by turns": ({**RAY, "colocated": True}, TURNS),
 }
 
 
@@ -48,12 +56,18 @@ def short_path():
 
 
 @pytest.mark.parametrize(
-    ("cluster", "kills"), [("local", 6), pytest.param("ray", 6, marks=pytest.mark.needs("ray"))]
+    "place",
+    [
+        pytest.param(name, marks=[pytest.mark.needs("ray")] * name.startswith("ray"))
+        for name in todays([*PLACES], 2)
+    ],
 )
-def test_every_prompt_is_trained_on_once_whoever_is_killed(cluster, kills, tmp_path, short_path):
+def test_every_prompt_is_trained_on_once_whoever_is_killed(place, tmp_path, short_path):
     recipe, run = tmp_path / "ahead.yaml", tmp_path / "run"
-    recipe.write_text(yaml.safe_dump({**AHEAD, "cluster": CLUSTERS[cluster]}))
-    rng = random.Random(cluster)
+    cluster, keys = PLACES[place]
+    generator = {**AHEAD["generator"], **keys}
+    recipe.write_text(yaml.safe_dump({**AHEAD, "cluster": cluster, "generator": generator}))
+    rng, kills = random.Random(place), 6
     drivers = 2  # of the kills: each takes a new start
     victims = ["driver"] * drivers + ["generator"] * (kills - drivers)
     rng.shuffle(victims)

@@ -112,6 +112,24 @@ REFUSED += [
         "learner.first_stage_layers is less than learner.pipeline_chunks=2",
     ),
     (
+        f"{MEGATRON} learner.pipeline_parallel=2 learner.stage_layers=[1,2]",
+        "learner.stage_layers=[1, 2] has 3 layers, and the model has 2. Set numbers whose sum is 2.",
+    ),
+    (
+        f"{MEGATRON} learner.stage_layers=[1,1]",
+        "has numbers for 2 pipeline ranks, and pipeline_parallel is 1: give one number for each",
+    ),
+    (
+        f"{MEGATRON} learner.pipeline_parallel=2 learner.pipeline_chunks=2 "
+        "learner.stage_layers=[1,3]",
+        "has a rank with fewer layers than its stages (pipeline_chunks=2): give each at least 2",
+    ),
+    (
+        f"{MEGATRON} learner.pipeline_parallel=2 learner.stage_layers=[1,1] "
+        "learner.first_stage_layers=1",
+        "remove first_stage_layers and last_stage_layers",
+    ),
+    (
         f"{MEGATRON} learner.pipeline_parallel=3",
         "3 pipeline stages are more than 2 layers: set learner.pipeline_parallel",
     ),

@@ -171,10 +171,11 @@ def by_links() -> None:
             receivers=None if kind == "shared" else LocalRank(generator),
         )
         make_weight_sync(resolve("weight_sync", {"kind": kind}), between)
-    make_weight_sync(
-        resolve("weight_sync", {"kind": "delta", "through": "files"}),
-        SyncEndpoints(SimpleNamespace(), generator),
-    )
+    for through in ("files", "collective"):
+        make_weight_sync(
+            resolve("weight_sync", {"kind": "delta", "through": through}),
+            SyncEndpoints(SimpleNamespace(), generator),
+        )
 
 
 def in_ranks() -> None:

@@ -4,6 +4,7 @@ simulated time."""
 import asyncio
 import itertools
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from statistics import fmean
 
@@ -26,9 +27,9 @@ from ratchet.experience.sources.prompt_ledger import PromptLedger, read_ledger
 from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.testing.builders import make_trajectory
-from ratchet.testing.fakes import FakeEnvironment
+from ratchet.testing.fakes import FakeEnvironment, FakeGenerator
 from ratchet.testing.simulated import SlowGenerator, compute_best_step_ends, draw_seconds
-from ratchet.types import Sampling
+from ratchet.types import Sampling, StopReason
 
 BATCH, ATTEMPTS, SLOTS = 8, 4, 32  # a step's requests fill all slots once
 MEAN_S = 1.0
@@ -49,6 +50,29 @@ class Asks:
         return [replace(row, metrics={"seconds": seconds})]
 
 
+class GoesOn(SlowGenerator):
+    """A request that continues after an interruption takes the time that was left."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.spent_s = Counter()
+
+    async def generate(self, tokens, sampling, media=()):
+        seconds = draw_seconds(sampling.seed, MEAN_S, self.config.sigma)
+        clock, aborted = asyncio.get_running_loop().time, self._aborted
+        async with self._slots:
+            begun = clock()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds - self.spent_s[sampling.seed]):
+                    await aborted.wait()
+            self.spent_s[sampling.seed] += clock() - begun
+        made = await FakeGenerator.generate(self, tokens, sampling)
+        if not aborted.is_set():
+            return made
+        none = {name: getattr(made, name)[:0] for name in ("tokens", "logprobs", "versions")}
+        return replace(made, stop=StopReason.ABORTED, log_kept_mass=made.logprobs[:0], **none)
+
+
 async def run(
     steps,
     update_s,
@@ -64,11 +88,13 @@ async def run(
     targets=None,
     player=Asks,
     environment=FakeEnvironment,
+    during_update="continue",
     **filters,
 ):
     """(seconds of each step, the groups of each). sigma: 1 has a tail so heavy that of 32 requests
     the slowest takes 5 s."""
-    generator = SlowGenerator(SlowGenerator.Config(mean_s=MEAN_S, sigma=sigma, slots=slots))
+    made = GoesOn if during_update == "interrupt" else SlowGenerator
+    generator = made(SlowGenerator.Config(mean_s=MEAN_S, sigma=sigma, slots=slots))
     asked = AbortableGenerator(generator) if tails else ResumableGenerator(generator)
     manager = RolloutManager(player(asked, sigma), environment, None, needs_reward=False)
     source = RolloutSource(
@@ -96,7 +122,7 @@ async def run(
     else:
         scheduler = StalenessScheduler(**bounds, order=order, concurrency=concurrency)
         ahead = PrefetchingSource(
-            source, scheduler, asked, pause_during_update=False, replayable=True, **filters
+            source, scheduler, asked, during_update=during_update, replayable=True, **filters
         )
     clock, seconds, groups = asyncio.get_running_loop().time, [], []
     for step in range(steps):
@@ -134,6 +160,20 @@ def test_asynchronous_steps_take_what_the_slower_side_takes(update_s, tmp_path):
     assert sum(whole) / sum(seconds) > 1.8
     assert sum(seconds) / steps < 1.1 * bound(groups, update_s, slots)
     assert not find_ledger_faults(read_ledger(path), max_staleness=4)
+
+
+@pytest.mark.slow
+def test_by_turns_the_slowest_go_on_in_later_steps(tmp_path):
+    """On one accelerator nothing is drawn during an update, and yet no step waits for the slowest.
+    Training sees every attempt that it sees where each step waits for all."""
+    steps, path = 30, tmp_path / "ledger.jsonl"
+    whole, plain = simulate(run(steps, 1.0))
+    turns = {"max_staleness": 4, "order": "ready", "during_update": "interrupt"}
+    seconds, groups = simulate(run(steps, 1.0, path=path, slots=2 * SLOTS, **turns))
+    assert sum(whole) / sum(seconds) > 2.5
+    assert not find_ledger_faults(read_ledger(path), max_staleness=4)
+    taken = [sorted(seconds_in(itertools.chain(*every))) for every in (plain, groups)]
+    assert taken[0] == taken[1]
 
 
 def share_of_bound(seconds, groups, update_s, slots, around=5):

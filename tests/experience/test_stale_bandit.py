@@ -100,7 +100,7 @@ def trained(seed, *, max_staleness, correction):
     scheduler = StalenessScheduler(
         groups_per_step=BATCH, max_staleness=max_staleness, end_step=STEPS
     )
-    ahead = PrefetchingSource(source, scheduler, asked, pause_during_update=False, replayable=True)
+    ahead = PrefetchingSource(source, scheduler, asked, during_update="continue", replayable=True)
     section = {
         "kind": "policy_gradient",
         "group_size": ATTEMPTS,

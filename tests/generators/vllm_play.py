@@ -698,6 +698,10 @@ async def takes_turns():
             together = await rewards(load_config(recipe, [*more, *turns]))
             # vLLM's sums depend on who else is in a batch
             assert together == pytest.approx(apart, abs=0.05), learner
+        ahead = ["stages.grpo.rollouts={max_staleness: 2, order: ready}"]
+        ahead += ["stages.grpo.sampling={max_new_tokens: 30}"]
+        found = await rewards(load_config(recipe, [*more, "cluster.colocated=true", *ahead]))
+        assert len(found) == len(apart), "interrupted by each update, and gone on with"
 
 
 async def rewards(config):

@@ -33,6 +33,7 @@ CASES = {
         "five",
         {"pipeline_parallel": 2, "pipeline_chunks": 2, "first_stage_layers": 3},
     ),
+    "pp4 unequal middle": ("five", {"pipeline_parallel": 4, "stage_layers": (1, 2, 1, 1)}),
     "cp2": ("tied", {"context_parallel": 2}),
     "ep2": ("sparse", {"data_parallel": 2, "expert_parallel": 2}),
     "ep2 whole optimizer": (

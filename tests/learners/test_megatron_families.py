@@ -46,7 +46,7 @@ VARIANTS = ("qwen2_moe-dense-first", "glm4_moe-plain-heads", "deepseek_v3-full-q
 CASES = [
     *((f, d, k) for f in FAMILIES for d in ("tp2", "ep2", "pp2") for k in KINDS),
     *((f, d, "grpo") for f in VARIANTS for d in ("tp2", "ep2", "pp2")),
-    ("deepseek_v3", "cp2", "grpo"),
+    *((f, "cp2", "grpo") for f in ("deepseek_v3", "gpt_oss")),
 ]
 ADAPTED = {
     "qwen2_moe": (*ATTENTION, *MLP),
@@ -114,10 +114,11 @@ def test_in_float64_ranks_agree_to_a_millionth(directory, family):
             "options": {**DIVISIONS[division], "distributed_optimizer": False},
             "dtype": dtype,
         }
-        for division in ("tp2", "ep2", "pp2")
+        for division in ("tp2", "ep2", "pp2", "cp2")
     ]
     wanted = alone(directory(family), "grpo", STEPS, dtype=dtype)
-    for found, answers in zip(run_cases(cases), ([0, 1], [0, 1], [1]), strict=True):
+    answering = ([0, 1], [0, 1], [1], [0, 1])
+    for found, answers in zip(run_cases(cases), answering, strict=True):
         check_alike(found, answers, wanted, "grpo", rtol=1e-6)
 
 

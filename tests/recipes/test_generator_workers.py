@@ -49,6 +49,7 @@ LINKS = [
     {"kind": "files"},
     {"kind": "delta", "dtype": None},
     {"kind": "delta", "dtype": None, "through": "shared_memory"},
+    {"kind": "delta", "dtype": None, "through": "collective"},
 ]
 
 

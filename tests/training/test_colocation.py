@@ -3,16 +3,20 @@ same result."""
 
 import asyncio
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
+from support.offloadable_engine import KIND as OFFLOADABLE
+from support.offloadable_engine import OffloadableEngine
 
 from ratchet.algorithms.base import AlgoState
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.resolve import build, resolve
-from ratchet.config.schema import OptimizerConfig
+from ratchet.config.schema import OptimizerConfig, RunConfig
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, DataError
+from ratchet.experience.async_rollouts.resumable_generator import ResumableGenerator
 from ratchet.experience.async_rollouts.tail_batching import (
     CURRENT_COUNTER,
     AbortableGenerator,
@@ -20,10 +24,14 @@ from ratchet.experience.async_rollouts.tail_batching import (
 )
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
+from ratchet.learners.wrapper import LearnerWrapper
 from ratchet.models.load import init_policy
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.fakes import FakeGenerator, FakeLearner, FakeWeightSync
 from ratchet.training.colocation import GENERATOR, LEARNERS, AcceleratorLock, colocate
+from ratchet.training.from_config import build_policy
+from ratchet.training.loop import train
+from ratchet.training.stage_from_config import build_run
 from ratchet.types import Sampling
 
 
@@ -148,6 +156,39 @@ def test_attempts_that_were_cut_off_hold_up_no_learner(device, parts):
     assert device.events == ["generate", "generated", "update"]
 
 
+def test_attempts_that_were_interrupted_go_on_with_the_new_weights(device):
+    """One draws, and one asks while the learner works. An evaluation meanwhile has its turn."""
+    shape = DecoderConfig(31, 16, 2, 4, 2, 8, 24)
+    engine = OffloadableEngine(OffloadableEngine.Config(), init_policy(shape, seed=0))
+    learner = PlacedLearner(5).place(device, LEARNERS)
+    learners, generator, _ = colocate({"policy": learner}, engine, FakeWeightSync())
+    asked = ResumableGenerator(generator)
+
+    async def ask():
+        await learners["policy"].score(BATCH, ["logprobs"])
+        request = Sampling(max_new_tokens=20)
+        begun = asyncio.create_task(asked.generate([1], request))
+        while engine.computed_tokens < 4:
+            await asyncio.sleep(0)
+        await asked.interrupt_running()
+        late = asyncio.create_task(asked.generate([3], request))
+        await asyncio.wait_for(learners["policy"].update(BATCH, []), 5)
+        assert engine.is_away
+        assert (await generator.generate([4], request)).versions.tolist() == [0] * 20
+        await engine.commit(1)
+        assert not begun.done()
+        assert not late.done()
+        asked.resume_requests()
+        return await asyncio.gather(begun, late)
+
+    begun, late = asyncio.run(ask())
+    versions = begun.versions.tolist()
+    n_before = versions.count(0)
+    assert 0 < n_before < 20
+    assert versions == [0] * n_before + [1] * (20 - n_before)
+    assert set(late.versions.tolist()) == {1}
+
+
 def test_the_learners_have_the_last_turn(device, parts):
     _, generator, link = colocate(*parts)
 
@@ -239,3 +280,55 @@ def test_a_learner_that_left_goes_on_with_the_same_bits(device, tmp_path):
 
     stayed, left = run(leaves=False), run(leaves=True)
     assert all(torch.equal(stayed[name], left[name]) for name in stayed)
+
+
+@pytest.mark.medium
+def test_attempts_of_a_run_that_takes_turns_go_on_in_later_steps():
+    """Some have tokens of several versions, and each is trained on in time."""
+    config = RunConfig.model_validate({
+        "threads": 1,
+        "device": "cpu",
+        "model": {"preset": "tiny", "overrides": {"hidden_size": 16, "n_layers": 1}},
+        "tokenizer": {"kind": "characters"},
+        "cluster": {"colocated": True},
+        "stages": [{
+            "name": "rl",
+            "algorithm": {"kind": "decoupled_ppo", "group_size": 2},
+            "environment": {"kind": "sorting"},
+            "generator": {"kind": OFFLOADABLE},
+            "sampling": {"max_new_tokens": 60, "stop": ["0"]},
+            "evaluation": {"every": 2, "tasks": 2},
+            "rollouts": {"max_staleness": 2, "order": "ready"},
+            "steps": 5,
+            "batch_size": 1,
+        }],
+    })  # fmt: skip
+    policy = build_policy(config)
+    generator = policy.generator
+    assert isinstance(generator, OffloadableEngine)
+    taken = []
+
+    class Taken(LearnerWrapper):
+        async def update(self, mini, terms):
+            assert generator.is_away
+            return await super().update(mini, terms)
+
+    def keep(step, stage, groups, *others):
+        taken.extend((step - 1, row) for group in groups for row in group.trajectories)
+
+    async def run():
+        run = build_run(
+            config,
+            0,
+            policy,
+            recorder=SimpleNamespace(add=keep, flush=lambda: None),
+            wrap_roles=[lambda roles: {name: Taken(role) for name, role in roles.items()}],
+        )
+        await train(run)
+        await run.close()
+
+    asyncio.run(run())
+    versions = [(step, set(row.versions[row.versions >= 0].tolist())) for step, row in taken]
+    assert len(versions) == 5 * 2
+    assert all(step - 2 <= min(drew) and max(drew) <= step for step, drew in versions)
+    assert any(len(drew) > 1 for _, drew in versions)

@@ -98,7 +98,6 @@ def test_a_field_that_the_models_configuration_lacks_is_a_problem(folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"learner": {"context_parallel": 2}}, r"sinks\. Set learner\.context_parallel=1"),
         ({"learner": {"tensor_parallel": 3, "sequence_parallel": True}}, "set it to 2"),
         ({"overrides": {"quantization_config": {"quant_method": "mxfp4"}}}, "are quantized"),
         ({"lora": {"target_modules": ["gate_proj"]}}, r"=\[q_proj, k_proj, v_proj, o_proj\]"),

@@ -70,6 +70,10 @@ class RowsRank:
     def fail(self, rank, at):
         self.raise_at = at if rank == self.rank else None
 
+    def touch(self):
+        """Change one number of the first matrix, which lies on rank 0."""
+        self.wholes["w0"][0, 0] += 1
+
     def become(self, seed):
         self.wholes = matrices(seed, len(self.wholes), *next(iter(self.wholes.values())).shape)
 

@@ -2,6 +2,7 @@
 of."""
 
 import asyncio
+import re
 
 import pytest
 import torch
@@ -9,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weight_sync.components import Kept, RowsRank, matrices
 from weight_sync.processes import Processes
-from weight_sync.test_transfer import assert_bit_equal
+from weight_sync.test_failures import Tampering
+from weight_sync.test_transfer import LINKS, assert_bit_equal
 
 from ratchet.errors import DeltaRefused, WeightSyncError
 from ratchet.models.weights.checksums import checksum
 from ratchet.protocols import Shard
+from ratchet.weight_sync import collective
 from ratchet.weight_sync.delta import (
     ReceivedWeights,
     apply_changed_words,
@@ -23,7 +26,6 @@ from ratchet.weight_sync.delta import (
     view_as_words,
 )
 from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver
-from ratchet.weight_sync.files import FilesWeightSync
 from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 from ratchet.weight_sync.weight_blocks import describe_block
 
@@ -163,16 +165,11 @@ def test_a_position_outside_of_the_block_is_refused():
 WHOLE = 4 * 30 * 4  # bytes of four matrices
 
 
-@pytest.mark.parametrize("through", ["files", "shared_memory"])
+@pytest.mark.parametrize("through", ["files", "shared_memory", "collective"])
 def test_a_push_is_whole_where_changes_would_not_apply(through, ranks, tmp_path):
     kept = Kept()
     receiver = LocalRank(WeightReceiver(kept))
-    by_files = lambda *ends: FilesWeightSync(*ends, directory=tmp_path, changes_only=True)  # noqa: E731
-    link = (
-        by_files(ranks, receiver)
-        if through == "files"
-        else SharedMemoryWeightSync(ranks, receiver, changes_only=True)
-    )
+    link = LINKS[f"delta by {through.replace('_', ' ')}"](ranks, receiver, tmp_path)
 
     def pushed(version):
         asyncio.run(link.push(version))
@@ -192,6 +189,68 @@ def test_a_push_is_whole_where_changes_would_not_apply(through, ranks, tmp_path)
     assert_bit_equal(kept.held, matrices(1, 4, 6, 5))
     receiver.component = WeightReceiver(kept)
     assert pushed(12) == WHOLE, "a receiver that has forgotten"
+
+
+class Cut:
+    """A connection from a rank that ends with the next message."""
+
+    def broadcast(self, *_):
+        return self
+
+    def wait(self):
+        raise RuntimeError("Connection closed by peer")
+
+
+def cut_connections(receiver, link):
+    for member, (key, groups) in collective._GROUPS.items():
+        collective._GROUPS[member] = key, [Cut() for _ in groups]
+
+
+def flip_at_receiver(receiver, link):
+    view_as_words(receiver.component._received[link.transport.session].blocks[0, 0])[3] ^= 1
+
+
+def refuse_once(receiver, link):
+    def refuse(*_):
+        raise WeightSyncError("weight 'w0' differs from the one that rank 0 sent")
+
+    receiver.method, receiver.act = "verify_and_stage", refuse
+
+
+@pytest.mark.parametrize(
+    ("through", "fault", "reason"),
+    [
+        ("files", flip_at_receiver, "wrong checksum after its changes"),
+        ("files", refuse_once, "differs from the one that rank 0 sent"),
+        ("shared memory", refuse_once, "differs from the one that rank 0 sent"),
+        ("collective", flip_at_receiver, "wrong checksum after its changes"),
+        ("collective", cut_connections, "rank 0 stopped sending"),
+    ],
+)
+def test_changes_that_are_lost_are_followed_by_a_whole_push(
+    through, fault, reason, ranks, tmp_path, caplog
+):
+    kept = Kept()
+    receiver = Tampering(WeightReceiver(kept), "", None)
+    link = LINKS[f"delta by {through}"](ranks, receiver, tmp_path)
+    asyncio.run(link.push(1))
+    ranks.ask("touch")
+    wanted = matrices(0, 4, 6, 5)
+    wanted["w0"][0, 0] += 1
+    asyncio.run(link.push(2))
+    assert link.sent_bytes == 8, "a position and a value"
+    assert_bit_equal(kept.held, wanted)
+    ranks.ask("touch")
+    wanted["w0"][0, 0] += 1
+    fault(receiver, link)
+    asyncio.run(link.push(3))
+    assert re.search(f"changes from version 2 to 3 were lost: .*{reason}", caplog.text)
+    assert (kept.version, link.sent_bytes) == (3, WHOLE)
+    assert_bit_equal(kept.held, wanted)
+    ranks.ask("touch")
+    asyncio.run(link.push(4))
+    assert (kept.version, link.sent_bytes) == (4, 8), "changes apply again"
+    asyncio.run(link.close())
 
 
 def test_a_rank_that_was_started_anew_sends_all_that_it_has(ranks):

@@ -55,6 +55,11 @@ RANKS, ALONE = LocalRank(None), FakeLearner(2)
             {"learner": RANKS, "generator": Kept()},
             SharedMemoryWeightSync,
         ),
+        (
+            {"kind": "delta", "through": "collective"},
+            {"learner": RANKS, "generator": Kept()},
+            CollectiveWeightSync,
+        ),
     ],
 )
 def test_each_kind_is_its_link(recipe, between, made):
@@ -107,12 +112,9 @@ def test_others_reach_the_driver_at_an_address_that_they_can(one_host, host):
         make_weight_sync(resolve("weight_sync", {"kind": "collective"}), between).transport.host
         == host
     )
-    assert (
-        make_weight_sync(
-            resolve("weight_sync", {"kind": "collective", "host": "10.0.0.1"}), between
-        ).transport.host
-        == "10.0.0.1"
-    )
+    for kind in ({"kind": "collective"}, {"kind": "delta", "through": "collective"}):
+        section = resolve("weight_sync", {**kind, "host": "10.0.0.1"})
+        assert make_weight_sync(section, between).transport.host == "10.0.0.1"
 
 
 def test_without_anonymous_files_weights_go_through_files(tmp_path, monkeypatch):

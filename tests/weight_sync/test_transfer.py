@@ -40,6 +40,9 @@ LINKS = {
     "delta by shared memory": lambda senders, receivers, path, **o: SharedMemoryWeightSync(
         senders, receivers, changes_only=True, **o
     ),
+    "delta by collective": lambda senders, receivers, path, **o: CollectiveWeightSync(
+        senders, receivers, bucket_mib=1, timeout_s=30, changes_only=True, **o
+    ),
 }
 TOPOLOGIES = {
     "fsdp2": {"shards": 2},

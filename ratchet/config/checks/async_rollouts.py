@@ -67,13 +67,6 @@ def _check_prefetching(stage: StageConfig, config: RunConfig) -> Iterator[Confli
             "rollouts.order",
             "rollouts.max_staleness",
         )
-    if rollouts.max_staleness and config.colocated:
-        yield clash(
-            "cluster.colocated makes learner and generator take turns, so no attempts are "
-            "generated during an update: set rollouts.max_staleness=0",
-            "rollouts.max_staleness",
-            "cluster.colocated",
-        )
 
 
 def _check_tail_batching(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:

@@ -78,14 +78,17 @@ def _check_cluster(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _check_colocation(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check that the generator can leave an accelerator, and syncs from host memory."""
-    if not config.colocated:
+    """Check that generator and weight sync work with the learner on the same accelerators."""
+    if config.cluster.is_resident:
+        yield from _check_resident(stage)
+    if not config.cluster.takes_turns:
         return
     if not stage.generator.can_offload:
         yield clash(
             "cluster.colocated lets learner and generator take turns on accelerators, and "
             f"generator.kind={stage.generator.kind_name} never frees its accelerator: set "
-            "generator.kind=vllm, or remove cluster.colocated",
+            "generator.kind=vllm; with generator.kind=workers, cluster.colocated=resident leaves "
+            "both there; or remove cluster.colocated",
             "cluster.colocated",
             "generator.kind",
         )
@@ -99,13 +102,31 @@ def _check_colocation(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
         )
 
 
+def _check_resident(stage: StageConfig) -> Iterator[Conflict]:
+    if not stage.generator.n_workers:
+        yield clash(
+            "cluster.colocated=resident shares accelerators with generator workers, and "
+            f"generator.kind={stage.generator.kind_name} has none: set generator.kind=workers, or "
+            "remove cluster.colocated",
+            "cluster.colocated",
+            "generator.kind",
+        )
+    if stage.weight_sync.reads_accelerator:
+        yield clash(
+            "cluster.colocated=resident has two processes on one accelerator, which NCCL can't "
+            "connect: set weight_sync.kind=auto",
+            "cluster.colocated",
+            "weight_sync.kind",
+        )
+
+
 def _check_weight_transfer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Check that a generator gets weights on an accelerator if it takes no others."""
     generator, learner = stage.generator, stage.learner
     if not generator.sampler.reads_accelerator:
         return
     key = "generator.worker.weight_transfer" if generator.n_workers else "generator.weight_transfer"
-    if config.colocated:
+    if config.cluster.takes_turns:
         yield clash(
             f"{key}=ipc reads weights on the learner's accelerator, and cluster.colocated has them "
             f"in main memory during a push: set {key}=auto",

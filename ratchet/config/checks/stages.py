@@ -385,7 +385,7 @@ def _check_worker_runs(stage: StageConfig, config: RunConfig) -> Iterator[Confli
         "rollouts.redundant_attempts": rollouts.redundant_attempts > 0,
         "rollouts.redundant_groups": rollouts.redundant_groups > 0,
         "agent.kind": stage.agent is not None,
-        "cluster.colocated": config.colocated,
+        "cluster.colocated": config.cluster.takes_turns,
     }
     for key in (key for key, is_set in keys.items() if is_set):
         yield clash(

@@ -5,7 +5,8 @@ by others (dynamic sampling).
 
 Attempts continue while the learner works and across weight syncs; each token keeps the version of
 the weights that drew it. If the generator reads the learner's own tensors, it is paused from the
-moment a step has its groups until the weights are pushed.
+moment a step has its groups until the weights are pushed. If the two take turns on an accelerator,
+attempts are interrupted then, and continue with the new weights when the next step needs groups.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from ratchet.data.codec import from_plain, to_plain
 from ratchet.errors import link_symptom
@@ -26,6 +27,7 @@ from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.protocols import Source
 from ratchet.types import Group
 
+DuringUpdate = Literal["continue", "pause", "interrupt"]
 MISMATCH = "batch/correction/kl"  # the metric that `ConcurrencyController` compares with its target
 
 log = logging.getLogger(__name__)
@@ -66,8 +68,9 @@ class PrefetchingSource(Source):
         source: The source of rollouts.
         scheduler: Decides which groups begin and which are trained on.
         generator: The generator that the source's attempts call.
-        pause_during_update: True if the generator reads the learner's tensors. It must then not run
-            during an update.
+        during_update: What requests do while the learner works. "continue": they go on. "pause":
+            the generator, which reads the learner's tensors, stops and keeps them. "interrupt": it
+            has none, because the learner has its accelerator.
         replayable: True if attempts can be replayed (`Environment.replayable`). Otherwise attempts
             in flight start again when the run resumes.
         has_signal: Returns True for a group with a training signal; other groups are replaced. None
@@ -84,7 +87,7 @@ class PrefetchingSource(Source):
         scheduler: StalenessScheduler,
         generator: ResumableGenerator,
         *,
-        pause_during_update: bool,
+        during_update: DuringUpdate,
         replayable: bool,
         has_signal: Callable[[Group], bool] | None = None,
         group_filter: GroupFilter | None = None,
@@ -93,7 +96,7 @@ class PrefetchingSource(Source):
         self.source = source
         self.scheduler = scheduler
         self.generator = generator
-        self.pause_during_update = pause_during_update
+        self.during_update = during_update
         self.replayable = replayable
         self.has_signal = has_signal
         self.group_filter = group_filter
@@ -116,7 +119,7 @@ class PrefetchingSource(Source):
         self._version = version
         self._n_replaced = 0
         self._waited = False
-        if self.pause_during_update:
+        if self.during_update == "pause":
             await self.generator.inner.resume()
         self.generator.resume_requests()
         for scheduled in self._to_restart:
@@ -128,8 +131,10 @@ class PrefetchingSource(Source):
             self._task_done.clear()
             await self._task_done.wait()
             self._raise_failures()
-        if self.pause_during_update:
+        if self.during_update == "pause":
             await self.generator.inner.pause()
+        elif self.during_update == "interrupt":
+            await self.generator.interrupt_running()
         return [scheduled.group for scheduled in chosen_groups if scheduled.group is not None]
 
     def ack(self, ids: Sequence[str], step: int) -> None:
@@ -232,7 +237,7 @@ class PrefetchingSource(Source):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks = {}
-        if self.pause_during_update:
+        if self.during_update == "pause":
             await self.generator.inner.resume()
 
     # --- groups in flight

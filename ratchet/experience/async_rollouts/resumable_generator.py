@@ -1,5 +1,8 @@
 """Interrupt generation requests at any token, and resume them in this process or in a new one.
 
+A generator that takes turns with the learner on an accelerator (colocation) is interrupted for each
+update. Its requests then continue with the new weights.
+
 A group's completions go into its journal under the request's seed, which identifies attempt and
 turn. A resumed run replays an attempt from its start: each turn gets its completion from the
 journal, until the journal ends and sampling continues. So a checkpoint needs no state of a
@@ -10,6 +13,7 @@ continues after the checkpoint and a run that resumes from it sample in the same
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -26,24 +30,27 @@ from ratchet.types import Completion, PlacedMedium, Sampling, StopReason
 
 log = logging.getLogger(__name__)
 
-# The group whose attempts the current asyncio task plays.
+# The group whose attempts the current asyncio task plays; None: its completions are not journaled.
 CURRENT_GROUP: ContextVar[ScheduledGroup | None] = ContextVar("group", default=None)
 POLL_S = 0.001  # seconds between two looks at the attempts that are still busy
+ABORT_POLL_S = 0.01  # seconds between two aborts of requests that still run
 INTERRUPT_TIMEOUT_S = 30.0
 EVENT_LOOP_ITERATIONS = 32  # more than the longest chain of tasks that wait for one another
 
 
 class ResumableGenerator(GeneratorWrapper):
-    """A generator wrapper that can interrupt the requests of groups and resume them.
+    """A generator wrapper for attempts, which can interrupt their requests and resume them.
 
-    Requests outside a group, such as those of an evaluation, pass through.
+    Requests outside a group are interrupted too, but leave nothing in a journal.
     """
 
     def __init__(self, inner: Generator) -> None:
         super().__init__(inner)
         self._is_interrupted = False
-        # Requests that wait for `resume_requests`, by (number of the group, seed).
-        self._waiting: dict[tuple[int, int], asyncio.Future[None]] = {}
+        self._n_running = 0  # requests that `inner` has
+        self._numbers = itertools.count()
+        # Requests that wait for `resume_requests`, by (number of the group, seed, own number).
+        self._waiting: dict[tuple[int, int, int], asyncio.Future[None]] = {}
 
     async def generate(
         self,
@@ -52,18 +59,35 @@ class ResumableGenerator(GeneratorWrapper):
         media: Sequence[PlacedMedium] = (),
     ) -> Completion:
         group = CURRENT_GROUP.get()
-        if group is None:
-            return await self.inner.generate(tokens, sampling, media)
-        completion = group.journal.get(sampling.seed)
+        journal = {} if group is None else group.journal
+        key = (-1 if group is None else group.number), sampling.seed, next(self._numbers)
+        completion = journal.get(sampling.seed)
         while completion is None or completion.stop is StopReason.ABORTED:
-            await self._wait_until_resumed(group, sampling.seed)
-            continuation = await self.inner.generate(
-                *_make_remaining_request(tokens, sampling, completion), media
-            )
-            completion = group.journal[sampling.seed] = join_completions(completion, continuation)
+            await self._wait_until_resumed(key)
+            self._n_running += 1
+            try:
+                continuation = await self.inner.generate(
+                    *_make_remaining_request(tokens, sampling, completion), media
+                )
+            finally:
+                self._n_running -= 1
+            completion = journal[sampling.seed] = join_completions(completion, continuation)
             if completion.stop is StopReason.ABORTED and not self._is_interrupted:
                 break  # the request was aborted for another reason
         return completion
+
+    async def interrupt_running(self) -> None:
+        """Interrupt all requests, and return once `inner` has none.
+
+        Attempts that are busy in an environment or a reward go on until their next request.
+        """
+        self._is_interrupted = True
+        while self._n_running:
+            self.inner.abort()
+            await _let_tasks_continue()
+            # A request that `inner` did not know yet is aborted by a later call.
+            if self._n_running:
+                await asyncio.sleep(ABORT_POLL_S)
 
     async def interrupt_requests(self, count_playing: Callable[[], int]) -> None:
         """Interrupt all requests, and wait until every attempt waits in `generate`.
@@ -96,15 +120,14 @@ class ResumableGenerator(GeneratorWrapper):
             if not self._waiting[key].done():
                 self._waiting[key].set_result(None)
 
-    async def _wait_until_resumed(self, group: ScheduledGroup, seed: int) -> None:
-        if not self._is_interrupted:
-            return
-        key = group.number, seed
-        self._waiting[key] = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiting[key]
-        finally:
-            del self._waiting[key]
+    async def _wait_until_resumed(self, key: tuple[int, int, int]) -> None:
+        # Requests may be interrupted again before the ones just resumed have continued.
+        while self._is_interrupted:
+            self._waiting[key] = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiting[key]
+            finally:
+                del self._waiting[key]
 
 
 async def _let_tasks_continue() -> None:

@@ -125,4 +125,5 @@ def build_megatron_sizes(config: MegatronConfig) -> MegatronSizes:
         sequence=config.sequence_parallel,
         first_layers=config.first_stage_layers,
         last_layers=config.last_stage_layers,
+        stage_layers=config.stage_layers or (),
     )

@@ -11,6 +11,7 @@ T = tokens, H = query heads, K = key/value heads, D = head_dim, R, L and P as in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -48,12 +49,22 @@ def add_sinks(
     return q, F.pad(k_TKD, (0, SINK_DIMS)), F.pad(v_TKD, (0, SINK_DIMS))
 
 
+class GatheringAttention(Protocol):
+    """An attention of some tokens to those of all ranks (context parallelism)."""
+
+    calls: list[BranchCall]
+
+    def gather(self, k_tKD: Tensor, v_tKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of all ranks, to which the calls' indices refer."""
+        ...
+
+
 class SinkAttention:
     """The `attend` argument of layers whose queries, keys and values are those of `add_sinks`."""
 
     def __init__(
         self,
-        attend: PackedAttention | TreeAttention,
+        attend: PackedAttention | TreeAttention | GatheringAttention,
         shape: SinkAttentionShape,
         device: torch.device | str,
     ) -> None:
@@ -63,10 +74,13 @@ class SinkAttention:
             attend: The attention of the same tokens without sinks and windows.
         """
         self.windowed_layers = shape.windowed_layers
+        self._gathering: GatheringAttention | None = None
         if isinstance(attend, TreeAttention):
             self.calls = plan_branch_calls(attend.tree.segments, attend.tree.past, device)
-        else:
+        elif isinstance(attend, PackedAttention):
             self.calls = plan_branch_calls(*_list_segments(attend.lengths), device)
+        else:
+            self._gathering, self.calls = attend, attend.calls
         self.masks = [_add_sink(call.mask) for call in self.calls]
         self.windowed_masks = (
             [_add_sink(call.limit_distance(shape.window)) for call in self.calls]
@@ -75,6 +89,11 @@ class SinkAttention:
         )
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        if self._gathering is not None:
+            k_TKD, v_TKD = self._gathering.gather(k_TKD, v_TKD)
+        # A rank without tokens takes part in the collective of the backward pass too.
+        if not self.calls:
+            return q_THD + k_TKD.sum() * 0
         masks = self.windowed_masks if layer in self.windowed_layers else self.masks
         queries = q_THD.split([call.query_bucket.tokens for call in self.calls])
         parts = zip(self.calls, queries, masks, strict=True)

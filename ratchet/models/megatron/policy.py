@@ -30,6 +30,7 @@ from ratchet.models.megatron.build import MegatronStage, build_stages
 from ratchet.models.megatron.lora import attach
 from ratchet.models.model_source import ReadBlock
 from ratchet.models.parallel.collectives import Group, sum_backward
+from ratchet.models.parallel.context_parallel import ContextAttention
 from ratchet.models.parallel.megatron_sizes import Fp8Format, MegatronSizes, padded_vocabulary
 from ratchet.models.parallel.sharded_policy import DistributedPolicy, DistributedShard
 from ratchet.models.parallel.sharding import ModelShard, ShardIndex
@@ -124,9 +125,7 @@ class MegatronPolicy(DistributedPolicy):
         sinks = self._shape.sinks if isinstance(self._shape, MegatronDecoderConfig) else None
         if sinks is None:
             return packed
-        assert isinstance(packed.attend, PackedAttention | TreeAttention), (
-            "`MegatronSizes.check` refuses sinks with context parallelism"
-        )
+        assert isinstance(packed.attend, PackedAttention | TreeAttention | ContextAttention)
         return replace(packed, attend=SinkAttention(packed.attend, sinks, tokens_T.device))
 
     def unpad_hidden(self, packed: PackedInputs, hidden_td: Tensor) -> Tensor:

@@ -105,10 +105,14 @@ class ContextAttention:
         self.sizes, self.group = context_split.sizes, group
         self.calls = plan_branch_calls(context_split.segments, context_split.past, device)
 
+    def gather(self, k_tKD: Tensor, v_tKD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of all ranks [T, K, D], to which the calls' indices refer."""
+        gathered = gather_uneven(torch.cat([k_tKD, v_tKD], dim=1), self.sizes, self.group)
+        k_TKD, v_TKD = gathered.chunk(2, dim=1)
+        return k_TKD, v_TKD
+
     def __call__(self, layer: int, q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor) -> Tensor:
-        k_TKD, v_TKD = gather_uneven(
-            torch.cat([k_tKD, v_tKD], dim=1), self.sizes, self.group
-        ).chunk(2, dim=1)
+        k_TKD, v_TKD = self.gather(k_tKD, v_tKD)
         # A rank without tokens must take part in the collectives too. The sum keeps the gather in
         # the autograd graph, so that the backward pass runs its collective.
         if not self.calls:

@@ -87,8 +87,8 @@ class PipelineStage(ShardIndex):
     """
 
     chunks: int = 1  # stages of each rank
-    first_layers: int | None = None  # layers of the first rank; None: like the other ranks
-    last_layers: int | None = None  # layers of the last rank; None: like the other ranks
+    # Layers of each rank; None: about as many as other such ranks. (): of all ranks.
+    rank_layers: tuple[int | None, ...] = ()
 
     def range(self, total: int) -> range:
         """Return the indices of this stage's layers among `total` layers."""
@@ -99,18 +99,16 @@ class PipelineStage(ShardIndex):
     def count_layers(self, total: int) -> list[int]:
         """Return the number of layers of each stage.
 
-        Without sizes of the first or the last rank, the stages have about as many layers each.
-        Otherwise the other ranks do, and each rank divides its layers among its stages.
+        Without sizes of ranks, the stages have about as many layers each. Otherwise the ranks
+        without a size do, and each rank divides its layers among its stages.
         """
-        if self.first_layers is None and self.last_layers is None:
+        if not self.rank_layers:
             stages = (ShardIndex(stage, self.count) for stage in range(self.count))
             return [len(stage.range(total)) for stage in stages]
-        first = [] if self.first_layers is None else [self.first_layers]
-        last = [] if self.last_layers is None else [self.last_layers]
-        ranks = self.count // self.chunks
-        others = ranks - len(first) - len(last)
-        rest = total - sum(first) - sum(last)
-        by_rank = first + [len(ShardIndex(i, others).range(rest)) for i in range(others)] + last
+        others = self.rank_layers.count(None)
+        rest = total - sum(layers for layers in self.rank_layers if layers is not None)
+        shares = iter(len(ShardIndex(i, others).range(rest)) for i in range(others))
+        by_rank = [next(shares) if layers is None else layers for layers in self.rank_layers]
         return [
             len(ShardIndex(chunk, self.chunks).range(layers))
             for chunk in range(self.chunks)
@@ -131,8 +129,9 @@ class MegatronSizes:
     experts: int = 1
     chunks: int = 1  # stages per rank of an interleaved pipeline
     sequence: bool = False  # sequence parallelism, see `ratchet.models.parallel.tensor_parallel`
-    first_layers: int | None = None  # layers of the first pipeline rank, see `PipelineStage`
-    last_layers: int | None = None  # layers of the last pipeline rank
+    first_layers: int | None = None  # layers of the first pipeline rank; None: about as others
+    last_layers: int | None = None  # layers of the last pipeline rank; None: about as others
+    stage_layers: tuple[int, ...] = ()  # layers of each pipeline rank, in place of these two
 
     def stage(self, rank: int, chunk: int = 0) -> PipelineStage:
         """Return the index of a pipeline rank's chunk among all pipeline stages."""
@@ -140,9 +139,17 @@ class MegatronSizes:
             rank + self.pipeline * chunk,
             self.pipeline * self.chunks,
             self.chunks,
-            self.first_layers,
-            self.last_layers,
+            self._rank_layers,
         )
+
+    @property
+    def _rank_layers(self) -> tuple[int | None, ...]:
+        """The layers of each pipeline rank, see `PipelineStage`."""
+        if self.stage_layers:
+            return self.stage_layers
+        if self.first_layers is None and self.last_layers is None:
+            return ()
+        return (self.first_layers, *[None] * (self.pipeline - 2), self.last_layers)
 
     def check(self, shape: DecoderConfig) -> None:
         """Raise ModelError if Megatron Core can't divide or build the decoder."""
@@ -168,14 +175,14 @@ class MegatronSizes:
             totals["rows of latent queries"] = shape.latent.q_rank
             totals["rows of latent keys"] = shape.latent.kv_rank + shape.rotary_dim
         check_even(self.tensor, totals)
-        if shape.sinks is not None and self.context > 1:
-            raise ModelError(
-                f"learner.context_parallel={self.context} can't divide the tokens of a "
-                f"{shape.family} model, whose attention has sinks. Set learner.context_parallel=1."
-            )
 
     def _check_stage_layers(self, layers: int) -> None:
-        """Raise ModelError if the first and the last rank leave no layers for other stages."""
+        """Raise ModelError if pipeline ranks have other layers than the model in all."""
+        if self.stage_layers and sum(self.stage_layers) != layers:
+            raise ModelError(
+                f"learner.stage_layers={list(self.stage_layers)} has {sum(self.stage_layers)} "
+                f"layers, and the model has {layers}. Set numbers whose sum is {layers}."
+            )
         layers_by_key = {
             f"learner.{name}_stage_layers": size
             for name, size in (("first", self.first_layers), ("last", self.last_layers))

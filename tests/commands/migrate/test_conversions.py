@@ -315,15 +315,15 @@ def test_nemo_estimator_section_goes_first() -> None:
 @pytest.mark.parametrize(
     ("layout", "stages"),
     [
-        ("Et*2|(ttt|)*2tL", (2, 1)),
+        ("Et*2|(ttt|)*2tL", [2, 3, 3, 1]),
+        ("Et|tt|t|tL", [1, 2, 1, 1]),
         ("E,t|t|t|t,L", None),  # equal
-        ("Et|tt|t|tL", "set learner.first_stage_layers"),
-        ("Et|tL", "set learner.first_stage_layers"),  # not as many stages as ranks
-        ("Et|tt|tt|mL", "set learner.first_stage_layers"),
-        ("E" + "t*999" * 99, "set learner.first_stage_layers"),
+        ("Et|tL", "set learner.stage_layers"),  # not as many stages as ranks
+        ("Et|tt|tt|mL", "set learner.stage_layers"),
+        ("E" + "t*999" * 99, "set learner.stage_layers"),
     ],
 )
-def test_roll_layouts_of_pipelines_are_unequal_ends(layout: str, stages: Any) -> None:
+def test_roll_layouts_of_pipelines_are_the_layers_of_ranks(layout: str, stages: Any) -> None:
     config = "actor_train.strategy_args.strategy_config"
     keys = {
         "actor_train.strategy_args.strategy_name": "megatron_train",
@@ -332,8 +332,7 @@ def test_roll_layouts_of_pipelines_are_unequal_ends(layout: str, stages: Any) ->
         "actor_train.device_mapping": "list(range(0,4))",
     }
     result = from_keys("roll", "RLVR", keys)
-    ends = tuple(result.flat.get(f"learner.{end}_stage_layers") for end in ("first", "last"))
-    assert ends == (stages if isinstance(stages, tuple) else (None, None))
+    assert result.flat.get("learner.stage_layers") == (stages if isinstance(stages, list) else None)
     row = item(result, f"{config}.pipeline_model_parallel_layout")
     assert (row.status == "inert") == (stages is None)
     if isinstance(stages, str):

@@ -26,8 +26,6 @@ WRONG = {
     "group_size: 2}": "compares "
     "rewards, and algorithm on_policy_distillation reads none: remove rollouts.dynamic_sampling",
     "rollouts={dynamic_sampling: true} algorithm={kind: remax}": "algorithm.group_size=1: raise algorithm.group_size, or remove rollouts.dynamic_sampling",
-    "rollouts={max_staleness: 1} cluster={kind: local, colocated: true} learner={kind: dtensor} "
-    "generator={kind: vllm}": "take turns, so no attempts are generated during an update: set rollouts.max_staleness=0",
     "rollouts={tail_batching: 2, max_staleness: 1}": "rollouts.tail_batching trains on slow groups in steps of their own, and rollouts.max_staleness already avoids waiting for them, with rollouts.order=ready: remove one of the two",
     "rollouts={tail_batching: 2, dynamic_sampling: true}": "rollouts.dynamic_sampling waits for every group that was started",
     "rollouts={tail_batching: 2, redundant_groups: 1}": "rollouts.redundant_groups starts more groups too",

@@ -127,13 +127,35 @@ def test_an_abort_by_somebody_else_ends_the_request():
     assert asyncio.run(run()).stop is StopReason.ABORTED
 
 
-def test_requests_of_no_group_pass_through():
-    async def run():
-        generator = ResumableGenerator(engine())
-        await generator.interrupt_requests(lambda: 0)
-        return await generator.generate([1], sampling(0))
+def test_requests_of_no_group_are_interrupted_too():
+    """Those of an agent, or of an environment that can't be played again: two may have one seed."""
 
-    assert len(asyncio.run(run()).tokens) == 20
+    async def run():
+        inner = engine()
+        generator = ResumableGenerator(inner)
+        asked = [
+            asyncio.create_task(generator.generate(prompt, sampling(0))) for prompt in PROMPTS[:2]
+        ]
+        for _ in range(6):
+            await asyncio.sleep(0)
+        await generator.interrupt_running()
+        assert not inner.core.busy
+        late = asyncio.create_task(generator.generate(PROMPTS[2], sampling(0)))
+        generator.resume_requests()
+        await generator.interrupt_running()  # before those that were resumed have gone on
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not inner.core.busy
+        assert not any(task.done() for task in (*asked, late))
+        await inner.commit(5)
+        generator.resume_requests()
+        return await asyncio.gather(*asked, late)
+
+    found = asyncio.run(run())
+    whole = engine().generate_all(PROMPTS, [sampling(0)] * 3)
+    assert [a.tokens.tolist() for a in found] == [a.tokens.tolist() for a in whole]
+    assert set(found[0].versions) == set(found[1].versions) == {0, 5}
+    assert set(found[2].versions) == {5}
 
 
 def test_routes_are_those_of_the_first_forward():

@@ -37,6 +37,10 @@ DIVISIONS = {
         "pipeline": 2,
         "stage": MegatronSizes(pipeline=2, first_layers=3).stage,
     },
+    "PP3, 1, 2 and 1 layers": {
+        "pipeline": 3,
+        "stage": MegatronSizes(pipeline=3, stage_layers=(1, 2, 1)).stage,
+    },
     "EP2": {"experts": 2},
     "TP2 x EP2, experts whole": {"tensor": 2, "experts": 2, "expert_tensor": ShardIndex()},
     "TP2, Transformer Engine": {"tensor": 2, "has_te_layers": True},

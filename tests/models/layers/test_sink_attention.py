@@ -6,6 +6,8 @@ import torch
 from ratchet.config.model_shape.megatron_decoder import SinkAttentionShape
 from ratchet.models.layers.packed_inputs import pack_inputs
 from ratchet.models.layers.sink_attention import SinkAttention, add_sinks
+from ratchet.models.parallel.context_parallel import ContextAttention, ContextSplit
+from ratchet.models.parallel.sharding import ShardIndex
 
 HEADS, KV_HEADS, DIM, WINDOW = 4, 2, 6, 3
 SHAPE = SinkAttentionShape(WINDOW, windowed_layers=(0,))
@@ -60,3 +62,23 @@ def test_values_and_gradients_are_those_of_the_softmax_with_a_sink(layer, window
         strict=True,
     ):
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize(("layer", "window"), [(0, WINDOW), (1, 100)])
+def test_ranks_that_share_out_the_tokens_compute_the_same(layer, window, monkeypatch):
+    """With the keys and values of all ranks in the order in which they are gathered."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(sum(LENGTHS), heads, DIM, generator=generator, dtype=torch.float64)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    sinks = torch.randn(HEADS, generator=generator, dtype=torch.float64)
+    splits = [ContextSplit.from_lengths(LENGTHS, ShardIndex(rank, 2)) for rank in (0, 1)]
+    qkv = add_sinks(q, k, v, sinks)
+    gathered = [torch.cat([x[split.tokens] for split in splits]) for x in qkv[1:]]
+    monkeypatch.setattr(ContextAttention, "gather", lambda *_: gathered)
+    found = torch.empty_like(q)
+    for split in splits:
+        attend = SinkAttention(ContextAttention(split, None, "cpu"), SHAPE, "cpu")
+        found[split.tokens] = attend(layer, *(x[split.tokens] for x in qkv))[..., :DIM]
+    torch.testing.assert_close(found, oracle(LENGTHS, q, k, v, sinks, window))

@@ -119,7 +119,7 @@ def _model_and_engine(role: str) -> tuple[KeyRow, ...]:
         ),
         KeyRow(
             f"{role}.strategy_args.strategy_config.pipeline_model_parallel_layout",
-            "learner.first_stage_layers, learner.last_stage_layers",
+            "learner.stage_layers",
             convert=place.stage_layout(role),
         ),
         *(

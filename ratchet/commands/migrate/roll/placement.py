@@ -139,19 +139,14 @@ def stage_layout(role: str) -> Conversion:
     def convert(value: Any, config: PeerConfig) -> Any:
         layers = _count_stage_layers(str(value))
         ranks = parallel_size(role, "pipeline_model_parallel_size", config)
-        if layers is None or len(layers) != ranks or len(set(layers[1:-1])) > 1 or 0 in layers:
+        if layers is None or len(layers) != ranks or 0 in layers:
             return Dropped(
-                "the first and the last pipeline rank alone may have other numbers of layers here: "
-                "set learner.first_stage_layers and learner.last_stage_layers by hand"
+                "a pipeline rank has one number of layers here, at least 1: set "
+                "learner.stage_layers by hand"
             )
         if len(set(layers)) == 1:
             return Inert("all stages have as many layers, as by default")
-        return Values(
-            {
-                "learner.first_stage_layers": layers[0],
-                "learner.last_stage_layers": layers[-1],
-            }
-        )
+        return Values({"learner.stage_layers": layers})
 
     return _when_pipelined(role, convert)
 
