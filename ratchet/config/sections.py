@@ -126,8 +126,6 @@ class LearnerSection(Section):
     """True if the learner has its own AdamW and supports no other optimizer."""
     supports_cpu_kernels: ClassVar[bool] = False
     """True if the learner can use Ratchet's CPU kernels."""
-    supports_pipeline_lora: ClassVar[bool] = False
-    """True if the learner supports `lora` with several pipeline ranks."""
     supports_freeze: ClassVar[bool] = True
     """True if the learner supports `model.freeze`."""
     supports_background_save: ClassVar[bool] = False

@@ -134,6 +134,9 @@ class DTensorConfig(DistributedConfig):
     """Ranks over which rows and weights are divided (FSDP)."""
     dp_replicate: int = Field(1, ge=1)
     """Replicas of the dp_shard ranks, over which rows are divided too (HSDP)."""
+    stage_layers: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    """Layers of each pipeline stage, in the order of the layers; null: about as many in each. With
+    pipeline_chunks the first stages of all ranks come first."""
     activation_checkpointing: bool = False
     """Activation (gradient) checkpointing: recompute activations in the backward. Takes about a
     third more time and much less memory."""
@@ -143,6 +146,12 @@ class DTensorConfig(DistributedConfig):
 
     def check_keys(self) -> None:
         super().check_keys()
+        stages = self.pipeline_parallel * self.pipeline_chunks
+        if self.stage_layers is not None and len(self.stage_layers) != stages:
+            raise ValueError(
+                f"stage_layers={list(self.stage_layers)} has {len(self.stage_layers)} stages, but "
+                f"pipeline_parallel x pipeline_chunks is {stages}: give {stages} numbers, or none"
+            )
         if self.attention == "varlen" and self.context_parallel > 1:
             raise ValueError(
                 "attention=varlen has no effect with context_parallel, whose ranks attend to parts "
@@ -162,7 +171,6 @@ class MegatronConfig(DistributedConfig):
     config_check: ClassVar[str | None] = "ratchet.learners.distributed.checks:check_megatron_config"
     data_parallel_keys: ClassVar[tuple[str, ...]] = ("data_parallel",)
     has_own_adamw: ClassVar[bool] = True
-    supports_pipeline_lora: ClassVar[bool] = True
     supports_freeze: ClassVar[bool] = False
 
     kind: Literal["megatron"] = "megatron"

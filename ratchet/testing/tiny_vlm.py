@@ -1,8 +1,8 @@
 """Write a small vision-language model with random weights to a directory, without any download.
 
-The model is of the family Qwen2.5-VL or Qwen3-VL of transformers. It has the family's image
-processor, placeholders and chat format (without the default system message). Its tokenizer has one
-token per character.
+The model is of the family Qwen2.5-VL, Qwen3-VL or Qwen3-VL-MoE of transformers. It has the family's
+image processor, placeholders and chat format (without the default system message). Its tokenizer
+has one token per character.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.tokenizer_config import PRINTABLE
 
-Family = Literal["qwen2_5_vl", "qwen3_vl"]
+Family = Literal["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 SPECIAL_TOKENS = (
     "<|im_start|>",
     "<|im_end|>",
@@ -27,7 +27,12 @@ SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
+PROCESSORS = {
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+    "qwen3_vl_moe": "Qwen3VLProcessor",
+}
+EXPERTS, EXPERTS_PER_TOKEN = 4, 2  # of each layer of a mixture
 
 TEMPLATE = """\
 {%- for message in messages -%}
@@ -166,6 +171,12 @@ def _make_config(sizes: TinyVLM, tokenizer: Tokenizer) -> Any:
         vision |= {
             "num_position_embeddings": 64,
             "deepstack_visual_indexes": list(range(min(sizes.layers, 1))),
+        }
+    if sizes.family == "qwen3_vl_moe":
+        text |= {
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": EXPERTS_PER_TOKEN,
+            "moe_intermediate_size": sizes.hidden,
         }
     ids = {
         name: tokenizer.token_id(f"<|{name}|>")

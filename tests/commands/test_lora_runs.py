@@ -140,12 +140,18 @@ def test_a_run_resumes_from_a_model_on_disk_without_a_copy_of_it(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "learner"), [("ppo", {"dp_shard": 2}), ("dpo", {"tensor_parallel": 2})]
+    ("name", "learner"),
+    [
+        ("ppo", {"dp_shard": 2}),
+        ("dpo", {"tensor_parallel": 2}),
+        ("ppo", {"pipeline_parallel": 2}),
+    ],
 )
 def test_ranks_leave_the_same_files_and_resume(name, learner, tmp_path):
     steps = stage("warm", {"kind": "sft"}), stage("low", ALGORITHMS[name], lora=LORA)
     run = tmp_path / "run"
-    recipe = recipe_of(tmp_path, *steps, learner={"kind": "dtensor", **learner})
+    model = {**RECIPE["model"], "overrides": {**RECIPE["model"]["overrides"], "n_layers": 2}}
+    recipe = recipe_of(tmp_path, *steps, model=model, learner={"kind": "dtensor", **learner})
     assert start_run(recipe, QUIET, run, command="test") == 0
     adapter, base = load_adapter(run / "adapter"), load_policy(run / "base" / "low")
     whole = load_file(run / "model" / "model.safetensors")

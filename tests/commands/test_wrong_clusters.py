@@ -315,6 +315,12 @@ LAYER = {
         (
             "gemma2",
             {"num_hidden_layers": 3},
+            {"pipeline_parallel": 2, "stage_layers": (1, 1)},
+            r"learner.stage_layers=.1, 1. has 2 layers, but the model has 3\. Set numbers that add",
+        ),
+        (
+            "gemma2",
+            {"num_hidden_layers": 3},
             {"pipeline_parallel": 2, "pipeline_chunks": 2},
             "4 pipeline stages are more than 3 layers: set learner.pipeline_parallel x .* at most 3",
         ),
@@ -354,7 +360,7 @@ LAYER = {
             "mixtral",
             {"num_local_experts": 2},
             {"tensor_parallel": 2, "sequence_parallel": True},
-            "is a mixture of experts, which learner.sequence_parallel does not .*: remove learner",
+            None,
         ),
     ],
 )

@@ -271,15 +271,12 @@ CLASHES = [
         "learner.kind=megatron can't freeze weights of the model: set learner.kind=dtensor or local",
     ),
     (
-        {"learner": "{kind: dtensor, context_parallel: 2, attention: varlen}"},
-        "attention=varlen has no effect with context_parallel",
+        {"learner": "{kind: dtensor, pipeline_parallel: 2, stage_layers: [1]}"},
+        "stage_layers=[1] has 1 stages, but pipeline_parallel x pipeline_chunks is 2: give 2 numbers",
     ),
     (
-        {
-            "model": "{preset: tiny, freeze: [model.norm]}",
-            "learner": "{kind: dtensor, pipeline_parallel: 2}",
-        },
-        "learner.pipeline_parallel=2 can't freeze weights of the model",
+        {"learner": "{kind: dtensor, context_parallel: 2, attention: varlen}"},
+        "attention=varlen has no effect with context_parallel",
     ),
     (
         {"model": "{path: x, train_encoders: true}", "lora": "{rank: 2}"},

@@ -3,7 +3,7 @@ gradient's norm of a step."""
 
 import numpy as np
 import torch
-from learners.spread_cases import SHAPE, SPARSE, groups, made, micros_of
+from learners.spread_cases import SHAPE, SPARSE, groups, made, make_config, micros_of
 
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.config.named_policy_gradients import GRPOConfig
@@ -11,7 +11,6 @@ from ratchet.algorithms.config.policy_gradient import RouterConfig
 from ratchet.algorithms.policy_gradient import build_policy_gradient
 from ratchet.batch import ROUTES
 from ratchet.data.packing import pack
-from ratchet.learners.config import DTensorConfig
 from ratchet.learners.distributed.mesh import Mesh
 from ratchet.learners.distributed.topology import Topology
 
@@ -38,7 +37,7 @@ def spread(rank, topology, options, router):
     """On one rank: (metrics of a step, rows and columns of each micro-batch where the rank
     answers)."""
     mesh = Mesh(Topology(**topology), "cpu")
-    learner = made(mesh, SPARSE, torch.float64, DTensorConfig(**options))
+    learner = made(mesh, SPARSE, torch.float64, make_config(topology, options))
     learner.forward.replays_routes = True
     batch, terms = routed(router)
     micros = micros_of(mesh, batch)

@@ -24,13 +24,15 @@ from ratchet.learners.compute.microbatch_dispatch import distribute_microbatches
 from ratchet.learners.compute.microbatching import plan_microbatches, select_weighted_rows
 from ratchet.learners.config import DTensorConfig, LocalConfig
 from ratchet.learners.distributed.fsdp import DTensorLearner, shard_model
+from ratchet.learners.distributed.fsdp_models import DTensorModels, make_shard
 from ratchet.learners.distributed.mesh import Mesh
 from ratchet.learners.distributed.param_shards import fill_param_shards
 from ratchet.learners.distributed.topology import Topology
 from ratchet.learners.local import LocalLearner
 from ratchet.learners.optim.config import MuonConfig
 from ratchet.models.load import init_policy
-from ratchet.models.parallel.sharded_policy import DistributedPolicy, DistributedShard
+from ratchet.models.model_source import ModelSource
+from ratchet.models.parallel.sharded_policy import DistributedPolicy
 from ratchet.models.scalar_head import ScalarHead
 from ratchet.testing.builders import make_group, make_trajectory
 
@@ -172,25 +174,22 @@ CPU = torch.device("cpu")
 WANTED = ["logprobs", "entropy", "values", "scores", "topk_logprobs", "topk_ids"]
 
 
+def make_config(topology, options):
+    return DTensorConfig(pipeline_parallel=topology.get("pipeline", 1), **options)
+
+
 def made(mesh, shape, dtype, config, autocast=False, adapter=None, optimizer=OPTIMIZER):
     whole, head = first(shape, dtype, adapter)
     weights = whole_weights(whole, head)
-    spread = DistributedShard(
-        mesh.model_shard,
-        mesh.tensor,
-        mesh.context,
-        mesh.experts,
-        sequence=config.sequence_parallel,
-    )
-    chunks = config.pipeline_chunks
+    shard = make_shard(config, mesh)
     if isinstance(shape, Path):
         from ratchet.models.transformers.division import divide
 
         # An adapter is attached once the model is divided.
         policy = whole if adapter is None else first(shape, dtype)[0]
-        divide(policy, spread, "cpu", chunks=chunks)
+        divide(policy, shard, "cpu")
     else:
-        policy = DistributedPolicy(shape, spread, device="cpu", dtype=dtype, chunks=chunks)
+        policy = DistributedPolicy(shape, shard, device="cpu", dtype=dtype)
     for module in policy.local_stages or [policy]:
         shard_model(module, module.layers(), mesh, autocast=autocast)
     restrict(policy, adapter)
@@ -248,7 +247,8 @@ def spread(
     rank is_reporting_rank). later: the topology that goes on from a checkpoint after the first
     step; None: the same without a checkpoint."""
     mesh = Mesh(Topology(**topology), "cpu")
-    learner = made(mesh, shape, dtype, DTensorConfig(**options), autocast, adapter, optimizer)
+    config = make_config(topology, options)
+    learner = made(mesh, shape, dtype, config, autocast, adapter, optimizer)
     metrics = []
     for step in range(steps):
         batch, terms = weighed(step)
@@ -257,9 +257,8 @@ def spread(
         if later is not None and step == 0:
             learner.save(directory)
             mesh = Mesh(Topology(**later), "cpu")
-            learner = made(
-                mesh, shape, dtype, DTensorConfig(**options), autocast, adapter, optimizer
-            )
+            config = make_config(later, options)
+            learner = made(mesh, shape, dtype, config, autocast, adapter, optimizer)
             learner.load(directory)
     micros = micros_of(mesh, weighed(0)[0])
     columns = learner.score([micro.batch for micro in micros], WANTED, top_k=3)
@@ -402,3 +401,10 @@ def refused_tokens(rank, directory):
         with pytest.raises(ModelError) as caught:
             divide_by_tokens(policy, group)
     return str(caught.value)
+
+
+def frozen_names(rank, directory, options, patterns):
+    """Of the weights that a rank has of a model, those that patterns freeze."""
+    models = DTensorModels(DTensorConfig(**options), CPU, torch.float64)
+    source = ModelSource(path=str(directory), backend="transformers", freeze=patterns)
+    return models.load(source).frozen_names()

@@ -1,6 +1,7 @@
 """Weights that `model.freeze` names stay as they are, in one process and on ranks."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,6 +90,11 @@ CASES = {
     "hsdp2x2": (UNTIED, {"replicas": 2, "shards": 2}, {}),
     "cp2 x tp2": (SHAPE, {"context": 2, "tensor": 2}, {"sequence_parallel": True}),
     "ep2": (SPARSE, {"shards": 2, "experts": 2}, {}),
+    "pp2": (SHAPE, {"pipeline": 2}, {"activation_checkpointing": True}),
+    "pp2 x ep2": (SPARSE, {"pipeline": 2, "shards": 2, "experts": 2}, {}),
+    # The first stage trains nothing.
+    "pp2 interleaved": (SHAPE, {"pipeline": 2}, {"pipeline_chunks": 2}),
+    "pp2 x fsdp2": (replace(UNTIED, n_layers=2), {"pipeline": 2, "shards": 2}, {}),
 }
 
 

@@ -83,7 +83,7 @@ def test_a_batch_in_float32_is_scored_as_one_row_after_the_other():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_vl_moe"])
 @pytest.mark.parametrize("train_encoders", [False, True])
 def test_fsdp2_on_two_ranks_is_one_process(family, train_encoders, tmp_path):
     """In the first step one rank has pictures and the other has none; in the second nobody has."""

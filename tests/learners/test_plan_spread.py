@@ -17,6 +17,7 @@ from ratchet.errors import ModelError
 from ratchet.learners.distributed.topology import Topology
 from ratchet.learners.export import export_saved
 from ratchet.models.lora.decoder import Adapter
+from ratchet.models.parallel.sharding import StageIndex
 from ratchet.models.transformers.division import check_layer_division, check_token_division
 from ratchet.models.transformers.policy import TransformersPolicy
 
@@ -161,6 +162,7 @@ OF_MIXTURES = {
     "ep2 x tp2": ({"shards": 2, "experts": 2, "tensor": 2}, {"activation_checkpointing": True}),
     "ep2 of hsdp2 x tp2": ({"replicas": 2, "shards": 2, "experts": 2, "tensor": 2}, {}),
     "cp2 x tp2": ({"context": 2, "tensor": 2}, {}),
+    "ep2 x tp2 sequence": ({"shards": 2, "experts": 2, "tensor": 2}, SEQUENCE),
 }
 # Three models in all topologies; of the others, what differs in them.
 ALL = [
@@ -182,6 +184,11 @@ ALL = [
     *((model, "tp2") for model in ("mixtral", "qwen2_moe", "deepseek_v2")),
     ("olmoe", "fsdp2 x tp2"),
     ("deepseek_v3", "ep2 x tp2"),
+    *(("qwen3_moe", name) for name in (*BY_SEQUENCE, "pp2 x tp2", "ep2 x tp2 sequence")),
+    *((model, "tp2 sequence") for model in ("mixtral", "olmoe")),
+    ("deepseek_v2", "fsdp2 x tp2 sequence"),  # a rotary part for all heads
+    ("deepseek_v3", "ep2 x tp2 sequence"),  # the plan leaves attention whole
+    ("qwen2_moe", "ep2 x tp2 sequence"),  # the plan leaves experts whole
 ]
 MODELS |= OTHERS
 TOPOLOGIES |= BY_LAYERS | BY_SEQUENCE | BY_TOKENS | BY_MORE | BY_EXPERTS | OF_MIXTURES
@@ -228,26 +235,29 @@ def test_ranks_compute_what_one_process_does(plain, expected, kind, name):
 
 
 ADAPTER = Adapter(LoRAConfig(rank=2, alpha=4.0), seed=5)
-ADAPTED = {  # what a plan does to a linear layer
-    "llama": ({"tensor": 2}, {}),  # divides outputs and inputs
-    "olmo2": ({"tensor": 2}, {}),  # gathers outputs, and splits inputs
-    "gemma2": ({"shards": 2}, {"activation_checkpointing": True}),
-    "qwen3": ({"shards": 2, "tensor": 2}, {}),
-    "gpt_oss": ({"shards": 2, "experts": 2}, {}),  # attention alone
-    "deepseek_v2": ({"shards": 2, "experts": 2, "tensor": 2}, {}),  # a rotary part for all heads
-}
+ADAPTED = [  # what a plan does to a linear layer
+    ("llama", {"tensor": 2}, {}),  # divides outputs and inputs
+    ("llama", {"tensor": 2}, SEQUENCE),
+    ("olmo2", {"tensor": 2}, {}),  # gathers outputs, and splits inputs
+    ("olmo2", {"tensor": 2}, SEQUENCE),
+    ("gemma2", {"shards": 2}, {"activation_checkpointing": True}),
+    ("qwen3", {"shards": 2, "tensor": 2}, {}),
+    ("gpt_oss", {"shards": 2, "experts": 2}, {}),  # attention alone
+    ("deepseek_v2", {"shards": 2, "experts": 2, "tensor": 2}, {}),  # a rotary part for all heads
+    ("deepseek_v2", {"tensor": 2}, SEQUENCE),
+    ("gemma2", {"pipeline": 2}, {"activation_checkpointing": True}),
+    ("llama", {"pipeline": 2, "shards": 2}, {}),
+    ("olmo2", {"pipeline": 2, "tensor": 2}, SEQUENCE),
+]
 OF_LATENTS = LoRAConfig(
     rank=2, alpha=4.0, target_modules=("q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 )
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [(kind, {}) for kind in ADAPTED] + [(kind, SEQUENCE) for kind in ("llama", "olmo2")],
-)
-def test_ranks_train_the_adapter_that_one_process_does(directory, kind, options, tmp_path):
-    topology, own_options = ADAPTED[kind]
-    options = own_options | options
+@pytest.mark.parametrize(("kind", "topology", "options"), ADAPTED)
+def test_ranks_train_the_adapter_that_one_process_does(
+    directory, kind, topology, options, tmp_path
+):
     adapter = Adapter(OF_LATENTS, seed=5) if kind == "deepseek_v2" else ADAPTER
     expected = alone(directory(kind), STEPS, adapter=adapter)
     arguments = (topology, directory(kind), STEPS, options, torch.float64, tmp_path, False, adapter)
@@ -258,6 +268,29 @@ def test_ranks_train_the_adapter_that_one_process_does(directory, kind, options,
     assert all("lora_" in name or name.endswith("head.weight") for name in names)
     moved = [name for name, weight in expected[1].items() if ".lora_B." in name and weight.any()]
     assert len(moved) == (8 if kind in ("gpt_oss", "deepseek_v2") else 14)
+
+
+PATTERNS = ("model.embed_tokens", "model.layers.0", "*.input_layernorm.weight")
+
+
+@pytest.mark.parametrize(
+    ("kind", "topology"), [("llama", {"tensor": 2}), ("gemma2", {"pipeline": 2, "shards": 2})]
+)
+def test_ranks_freeze_what_one_process_does(directory, kind, topology):
+    """The first stage of a pipeline trains nothing."""
+    arguments = (topology, directory(kind), STEPS, {}, torch.float64, None, False, PATTERNS)
+    world = Topology(**topology).world_size
+    results = run_ranks(world, "learners.spread_cases:spread", *arguments)
+    check_alike(results, topology, alone(directory(kind), STEPS, adapter=PATTERNS))
+
+
+@pytest.mark.parametrize("options", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_a_divided_model_is_loaded_with_frozen_norms(directory, options):
+    frozen = [
+        run_ranks(2, "learners.spread_cases:frozen_names", directory("llama"), own, PATTERNS)
+        for own in (options, {"dp_shard": 2})
+    ]
+    assert set().union(*frozen[0]) == set(frozen[1][0])
 
 
 def test_an_adapter_of_stacked_experts_is_refused(directory):
@@ -391,8 +424,9 @@ def test_tokens_of_layers_that_remember_are_not_divided(directory):
 
 def test_layers_that_share_weights_stay_on_one_rank(directory):
     policy = TransformersPolicy.load(directory("llama"))
-    check_layer_division(policy, 2)
+    halves = StageIndex(0, 2)
+    check_layer_division(policy, halves)
     first, last = policy.layers()
     last.mlp = first.mlp
     with pytest.raises(ModelError, match=r"share weights: set learner\.pipeline_parallel=1, and"):
-        check_layer_division(policy, 2)
+        check_layer_division(policy, halves)

@@ -32,6 +32,7 @@ TOPOLOGIES = {
     "pp2": ({"pipeline": 2}, {}),
     "pp4": ({"pipeline": 4}, {"activation_checkpointing": True}),
     "pp2 interleaved": ({"pipeline": 2}, {"pipeline_chunks": 2}),
+    "pp3 unequal": ({"pipeline": 3}, {"stage_layers": (1, 2, 1)}),
     "pp2 x fsdp2": ({"pipeline": 2, "shards": 2}, {}),
     "pp2 x tp2": ({"pipeline": 2, "tensor": 2}, {"sequence_parallel": True}),
     "pp2 x cp2": ({"pipeline": 2, "context": 2}, {}),

@@ -2,10 +2,22 @@
 
 import pytest
 import torch
-from learners.spread_cases import SHAPE, SPARSE, UNTIED, Together, alone, check_alike, first
+from learners.ranks import run_ranks
+from learners.spread_cases import (
+    OPTIMIZER,
+    SHAPE,
+    SPARSE,
+    UNTIED,
+    Together,
+    alone,
+    check_alike,
+    first,
+)
 
 from ratchet.checkpoint.sharded import BlockFiles
 from ratchet.config.lora import LoRAConfig
+from ratchet.learners.export import export_saved
+from ratchet.models.load import init_policy
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.weights.weight_layout import PEFT_PREFIX
 
@@ -34,10 +46,20 @@ CASES = {
     "ep2 of fsdp4": (SPARSE, {"shards": 4, "experts": 2}, {}, ADAPTER),
     "hsdp2 x ep2": (SPARSE, {"replicas": 2, "shards": 2, "experts": 2}, {}, ADAPTER),
     "ep2 x tp2": (SPARSE, {"shards": 2, "experts": 2, "tensor": 2}, {}, ADAPTER),
+    "pp2": (SHAPE, {"pipeline": 2}, {"activation_checkpointing": True}, ADAPTER),
+    "pp2 interleaved": (UNTIED, {"pipeline": 2}, {"pipeline_chunks": 2}, ATTENTION),
+    "pp2 x fsdp2": (SHAPE, {"pipeline": 2, "shards": 2}, {}, ATTENTION),
+    "pp2 x tp2": (UNTIED, {"pipeline": 2, "tensor": 2}, {"sequence_parallel": True}, ADAPTER),
+    "pp2 x cp2": (SHAPE, {"pipeline": 2, "context": 2}, {}, ADAPTER),
+    "pp2 x ep2": (SPARSE, {"pipeline": 2, "shards": 2, "experts": 2}, {}, ADAPTER),
 }
 
 
 DROPS = Adapter(LoRAConfig(rank=2, alpha=4.0, dropout=0.4), seed=5)
+DROPPING = {
+    "fsdp2 drops": ({"shards": 2}, SHAPE, STEPS, {}),
+    "pp2 drops": ({"pipeline": 2}, SHAPE, STEPS, {"activation_checkpointing": True}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +71,14 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def together(folder):
     def make(name):
-        if name == "drops":
-            return {"shards": 2}, SHAPE, STEPS, {}, torch.float64, None, False, DROPS
+        if name in DROPPING:
+            return *DROPPING[name], torch.float64, None, False, DROPS
         if name == "float32":
             return {"tensor": 2}, SHAPE, STEPS, {}, torch.float32, None, False, ADAPTER
         shape, topology, options, adapter = CASES[name]
         return topology, shape, STEPS, options, torch.float64, folder(name), False, adapter
 
-    return Together({name: make(name)[0] for name in (*CASES, "drops", "float32")}, make)
+    return Together({name: make(name)[0] for name in (*CASES, *DROPPING, "float32")}, make)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -79,11 +101,30 @@ def test_ranks_train_the_adapter_that_one_process_does(name, together, folder):
     assert moved
 
 
-def test_ranks_drop_what_as_many_workers_do(together):
-    """Both name what is dropped by the step and the micro-batch, and two ranks have the
-    micro-batches of two workers."""
-    expected = alone(SHAPE, STEPS, adapter=DROPS, workers=2)
-    check_alike(together.results("drops"), {"shards": 2}, expected, rtol=1e-11)
+@pytest.mark.parametrize("name", DROPPING)
+def test_ranks_drop_what_as_many_workers_do(name, together):
+    """Both name what is dropped by the step, the micro-batch and the layer, and two data ranks have
+    the micro-batches of two workers."""
+    topology = DROPPING[name][0]
+    expected = alone(SHAPE, STEPS, adapter=DROPS, workers=topology.get("shards", 1))
+    check_alike(together.results(name), topology, expected, rtol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("shape", "topology", "later"),
+    [
+        (SHAPE, {"pipeline": 2}, {"pipeline": 2}),
+        (SPARSE, {"shards": 2, "experts": 2}, {"pipeline": 2}),
+    ],
+)
+def test_ranks_with_another_division_go_on_from_a_checkpoint(shape, topology, later, tmp_path):
+    arguments = (topology, shape, 2, {}, torch.float64, tmp_path, False, ADAPTER, OPTIMIZER, later)
+    results = run_ranks(2, "learners.spread_cases:spread", *arguments)
+    check_alike(results, later, alone(shape, 2, adapter=ADAPTER))
+    # One process has the same base.
+    policy = init_policy(shape, seed=3, dtype=torch.float64)
+    policy.attach(ADAPTER)
+    export_saved(policy, tmp_path, tmp_path / "exported")
 
 
 def test_float32_agrees_to_rounding(together):

@@ -57,35 +57,13 @@ def _check_freeze(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             "model.freeze",
             "lora",
         )
-    learner = stage.learner
-    if not learner.supports_freeze:
+    kind = stage.learner.kind_name
+    if not stage.learner.supports_freeze:
         yield clash(
-            f"learner.kind={learner.kind_name} can't freeze weights of the model: set "
+            f"learner.kind={kind} can't freeze weights of the model: set "
             "learner.kind=dtensor or local, or remove model.freeze",
             "model.freeze",
             "learner.kind",
-        )
-    elif learner.is_distributed and learner.pipeline_ranks > 1:
-        yield clash(
-            f"learner.pipeline_parallel={learner.pipeline_ranks} can't freeze weights of the "
-            "model: set learner.pipeline_parallel=1, and learner.dp_shard to the number of ranks",
-            "model.freeze",
-            "learner.pipeline_parallel",
-        )
-
-
-def _check_learner(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    learner = stage.learner
-    # A local learner trains any adapter.
-    if stage.lora is None or not learner.is_distributed:
-        return
-    if learner.pipeline_ranks > 1 and not learner.supports_pipeline_lora:
-        yield clash(
-            f"learner.pipeline_parallel={learner.pipeline_ranks} can't train adapters in its "
-            "pipeline stages: set learner.pipeline_parallel=1, and learner.dp_shard or "
-            "tensor_parallel to the number of ranks; or set learner.kind=megatron, or remove lora",
-            "learner.pipeline_parallel",
-            "lora",
         )
 
 
@@ -143,7 +121,6 @@ LORA_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] 
     _check_target_modules,
     _check_encoders,
     _check_freeze,
-    _check_learner,
     _check_dropout,
     _check_following_stage,
     _check_served_rank,

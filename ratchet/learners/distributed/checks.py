@@ -131,7 +131,7 @@ def _check_transformers(section: DTensorConfig, model: PolicyModel) -> None:
         # Raises ModelError if the model can't be divided.
         make_plan(model, section.tensor_parallel)
         if section.sequence_parallel:
-            # Raises ModelError for a mixture of experts.
+            # Raises ModelError for a model that can't pack sequences.
             check_sequence_division(model)
     if section.context_parallel > 1:
         # Raises ModelError for an architecture whose tokens can't be divided.
@@ -141,4 +141,4 @@ def _check_transformers(section: DTensorConfig, model: PolicyModel) -> None:
         check_experts(model.model, section.expert_parallel)
     if section.pipeline_parallel > 1:
         # Raises ModelError for an architecture that can't be cut between its layers.
-        check_layer_division(model, section.pipeline_parallel * section.pipeline_chunks)
+        check_layer_division(model, build_first_shard(section).pipeline)

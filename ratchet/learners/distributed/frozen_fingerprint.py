@@ -1,8 +1,9 @@
-"""Fingerprint the frozen weights of a LoRA run whose weights are divided over ranks."""
+"""Fingerprint the frozen weights of a run whose weights are divided over ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -13,16 +14,21 @@ from ratchet.protocols import Shard
 
 def fingerprint_across_ranks(
     blocks: Iterable[Shard], names: Collection[str], device: torch.device
-) -> str:
+) -> str | None:
     """Return the fingerprint of the frozen weights, for checkpoints that leave them out.
 
-    All ranks must call it together.
+    Return None if no rank has a frozen weight. All ranks must call it together.
 
     blocks: this rank's blocks; each block is passed by exactly one rank.
-    names: names of the weights on all ranks.
+    names: names of the weights of which this rank has a part.
     device: the device on which the ranks add up their sums.
     """
-    sums = dict.fromkeys(sorted(names), 0)
+    # Pipeline stages and ranks of expert parallelism have different weights.
+    names_by_rank: list[Collection[str]] = [()] * dist.get_world_size()
+    dist.all_gather_object(names_by_rank, sorted(names))
+    sums = dict.fromkeys(sorted(set(chain.from_iterable(names_by_rank))), 0)
+    if not sums:
+        return None
     for block in blocks:
         sums[block.name] += sum_bits(block.tensor)
     # The sums are modulo 2^64. Shift them into the range of int64.

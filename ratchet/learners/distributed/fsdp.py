@@ -243,11 +243,12 @@ class DTensorLearner(RankLearner):
             all_metrics.append(micro_metrics)
             return total * factor
 
+        seeds = [self._derive_seed(number) for number in range(len(device_micros))]
         if pipeline is not None:
-            pipeline.forward_backward(device_micros, loss)
+            pipeline.forward_backward(device_micros, loss, seeds)
         else:
             for number, micro in enumerate(device_micros):
-                with seed_dropout(self.model, self._derive_seed(number)):
+                with seed_dropout(self.model, seeds[number]):
                     loss(number, forward.hidden(micro, monitors[number])).backward()
         return all_metrics
 
@@ -297,8 +298,10 @@ class DTensorLearner(RankLearner):
             export_blocks(self.model, self.blocks(part), self.rank, directory, part)
 
     @cached_property
-    def base_fingerprint(self) -> str:
+    def base_fingerprint(self) -> str | None:
         """The fingerprint of the frozen weights, which checkpoints hold in place of the weights.
+
+        None if no rank has a frozen weight.
 
         Its first use is a collective operation, so all ranks must use it at the same time.
         """
@@ -318,7 +321,7 @@ class DTensorLearner(RankLearner):
                 "bad": self.step_rules.bad_steps,
                 "steps": steps,
             }
-        if self.frozen:
+        if self.base_fingerprint is not None:
             numbers["base"] = self.base_fingerprint
         save_blocks(directory, self.mesh.rank, self._state_blocks(), numbers)
         dist.barrier()
@@ -344,7 +347,7 @@ class DTensorLearner(RankLearner):
         shape or with other frozen weights.
         """
         block_files = BlockFiles(directory)
-        if self.frozen:
+        if self.base_fingerprint is not None:
             check_base(directory, block_files.metadata.get("base"), self.base_fingerprint)
         shapes = {
             block.name: block.shape for shard in self.trained for block in shard.blocks(shard.local)

@@ -19,12 +19,26 @@ from ratchet.learners.distributed.topology import build_topology
 from ratchet.models.load import load_transformers_policy
 from ratchet.models.model_source import ModelSource
 from ratchet.models.parallel.sharded_policy import DistributedPolicy, DistributedShard
+from ratchet.models.parallel.sharding import list_stage_indices
 from ratchet.models.parallel.stages import ModelStage
 from ratchet.models.policy import PolicyModel
 from ratchet.models.scalar_head import ScalarHead
 
 if TYPE_CHECKING:
     from ratchet.models.transformers.policy import TransformersPolicy
+
+
+def make_shard(config: DTensorConfig, mesh: Mesh) -> DistributedShard:
+    """Return this rank's shard of a model."""
+    pipeline = mesh.model_shard.pipeline
+    return DistributedShard(
+        mesh.model_shard,
+        mesh.tensor,
+        mesh.context,
+        mesh.experts,
+        sequence=config.sequence_parallel,
+        stages=list_stage_indices(pipeline, config.pipeline_chunks, config.stage_layers or ()),
+    )
 
 
 class DTensorModels:
@@ -99,25 +113,11 @@ class DTensorModels:
 
     def _allocate(self, shape: Any) -> PolicyModel:
         """Return this rank's shard of a model, with uninitialised weights."""
-        chunks = self.config.pipeline_chunks
-        model = DistributedPolicy(
-            shape, self._shard, device="meta", dtype=self.dtype, chunks=chunks
-        )
+        shard = make_shard(self.config, self.mesh)
+        model = DistributedPolicy(shape, shard, device="meta", dtype=self.dtype)
         self._shard_weights(model.local_stages)
         model.to_empty(device="cpu" if self.config.cpu_offload else self.device)
         return self._move_unsharded(model)
-
-    @property
-    def _shard(self) -> DistributedShard:
-        """This rank's shard of a model."""
-        mesh = self.mesh
-        return DistributedShard(
-            mesh.model_shard,
-            mesh.tensor,
-            mesh.context,
-            mesh.experts,
-            sequence=self.config.sequence_parallel,
-        )
 
     def _shard_weights(self, modules: Sequence[ModelStage | TransformersPolicy]) -> None:
         """Shard the weights of modules over the FSDP ranks."""
@@ -147,10 +147,11 @@ class DTensorModels:
             train_encoders=origin.train_encoders,
             hf=origin.read_config() if origin.overrides else None,
         )
-        model.freeze(origin.freeze)
         # This import takes seconds unless such a model is loaded.
         from ratchet.models.transformers.division import divide
 
-        divide(model, self._shard, self.device, chunks=self.config.pipeline_chunks)
+        divide(model, make_shard(self.config, self.mesh), self.device)
+        # After the division, which compares gradients of all weights.
+        model.freeze(origin.freeze)
         self._shard_weights(model.local_stages or [model])
         return self._move_unsharded(model)

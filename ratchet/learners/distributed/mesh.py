@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ratchet.learners.distributed.topology import Coordinates, Topology
-from ratchet.models.parallel.sharding import ModelShard, ShardIndex
+from ratchet.models.parallel.sharding import ModelShard, ShardIndex, StageIndex
 
 Group = dist.ProcessGroup
 
@@ -51,7 +51,7 @@ class Mesh:
         expert_row_ranks = row_ranks // topology.experts
         self.model_shard = ModelShard(
             ShardIndex(self.coordinates.tensor, topology.tensor),
-            ShardIndex(self.coordinates.pipeline, topology.pipeline),
+            StageIndex(self.coordinates.pipeline, topology.pipeline),
             ShardIndex(row_index % topology.experts, topology.experts),
         )
         # This rank's shard of the rows of a dense parameter, and of an expert's parameter.

@@ -211,17 +211,18 @@ def _make_transformers_shard(
     division = model.tp_division
     divided_pieces = division.divided_pieces if division is not None else {}
     is_divided = name in divided_pieces
-    if model.expert_division is not None and name in model.expert_division.pieces:
-        pieces = model.expert_division.pieces[name]
-        return _make_shard(name, parameter, pieces, mesh, (), is_divided=is_divided, is_expert=True)
     is_partial = division is not None and name in division.partial_gradients
+    reduce_groups = (mesh.tensor,) if is_partial and mesh.tensor is not None else ()
+    expert_pieces = {} if model.expert_division is None else model.expert_division.pieces
+    pieces = expert_pieces.get(name) or divided_pieces.get(name)
     shard = _make_shard(
         name,
         parameter,
-        divided_pieces.get(name) or (make_whole_piece(name, parameter),),
+        pieces or (make_whole_piece(name, parameter),),
         mesh,
-        (mesh.tensor,) if is_partial and mesh.tensor is not None else (),
+        reduce_groups,
         is_divided=is_divided,
+        is_expert=name in expert_pieces,
     )
     return _tie_end_stages(shard, mesh) if name in model.tied_stage_weights else shard
 

@@ -11,6 +11,8 @@ M = micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from ratchet.batch import Batch
 from ratchet.learners.distributed.mesh import Mesh
 from ratchet.models.layers.expert_routing import Routing
+from ratchet.models.lora.layers import seed_dropout
 from ratchet.models.parallel.stages import ModelStage, StageInputs
 from ratchet.models.policy import PolicyModel
 
@@ -27,6 +30,27 @@ from ratchet.models.policy import PolicyModel
 RoutingFunction = Callable[[Batch], Routing | None]
 # (index of the micro-batch, its hidden states [T, d]) -> the loss to differentiate
 Loss = Callable[[int, Tensor], Tensor]
+
+
+class SeededStage(PipelineStage):
+    """A pipeline stage that sets the seed of the adapters' dropout for each micro-batch.
+
+    The backward of a micro-batch needs its seed too, because activation checkpointing then
+    recomputes its activations. Between its forward and its backward others run.
+    """
+
+    seeds: Sequence[int] = ()  # the seed of each micro-batch; (): nothing is dropped
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        with self._seed(fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **options)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        with self._seed(bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **options)
+
+    def _seed(self, number: int) -> AbstractContextManager[None]:
+        return seed_dropout(self.submod, self.seeds[number]) if self.seeds else nullcontext()
 
 
 class Pipeline:
@@ -59,8 +83,10 @@ class Pipeline:
         """True if this rank has the last stage, which returns the final hidden states."""
         return self.mesh.coordinates.pipeline == self.mesh.topology.pipeline - 1
 
-    def forward_backward(self, micros: Sequence[Batch], loss: Loss) -> None:
+    def forward_backward(self, micros: Sequence[Batch], loss: Loss, seeds: Sequence[int]) -> None:
         """Accumulate the gradients of the micro-batches' losses.
+
+        seeds: the seed of the adapter's dropout for each micro-batch.
 
         The schedule is 1F1B (arXiv:2006.09503), interleaved if a rank has several stages
         (arXiv:2104.04473).
@@ -69,6 +95,7 @@ class Pipeline:
         schedule, numbers_M = self._make_schedule(
             micro_inputs,
             lambda hidden, number: loss(int(number), self._unpad(micro_inputs, hidden, number)),
+            seeds,
         )
         stage_input = self._make_stage_input(micro_inputs)
         schedule.step(*stage_input, number=numbers_M, target=numbers_M, return_outputs=False)
@@ -76,7 +103,7 @@ class Pipeline:
     def hidden(self, micros: Sequence[Batch]) -> list[Tensor]:
         """Return the hidden states of every micro-batch on the last rank; [] on other ranks."""
         micro_inputs = self._pack_micros(micros)
-        schedule, numbers_M = self._make_schedule(micro_inputs, None)
+        schedule, numbers_M = self._make_schedule(micro_inputs, None, ())
         out = schedule.eval(*self._make_stage_input(micro_inputs), number=numbers_M)
         if out is None or not self.is_last:
             return []
@@ -115,7 +142,10 @@ class Pipeline:
         return (torch.zeros(len(micro_inputs), device=self.device),) if is_first else ()
 
     def _make_schedule(
-        self, micro_inputs: Sequence[StageInputs], loss: Callable[[Tensor, Tensor], Tensor] | None
+        self,
+        micro_inputs: Sequence[StageInputs],
+        loss: Callable[[Tensor, Tensor], Tensor] | None,
+        seeds: Sequence[int],
     ) -> tuple[Schedule1F1B | ScheduleInterleaved1F1B, Tensor]:
         """Return the schedule of a pass and the indices of its micro-batches."""
         multiple = self.model.local_stages[0].state_parts
@@ -124,6 +154,8 @@ class Pipeline:
         longest = -(-longest // multiple) * multiple
         padded = [packed.pad(longest) for packed in micro_inputs]
         stages = [self._make_stage(stage, padded, longest) for stage in self.model.local_stages]
+        for stage in stages:
+            stage.seeds = seeds
         numbers_M = torch.arange(len(micro_inputs))
         if len(stages) == 1:
             return Schedule1F1B(
@@ -135,7 +167,7 @@ class Pipeline:
 
     def _make_stage(
         self, stage: ModelStage, micro_inputs: Sequence[StageInputs], tokens: int
-    ) -> PipelineStage:
+    ) -> SeededStage:
         """Return torch's stage for one of this rank's stages.
 
         tokens: padded number of tokens; the last stage returns the states of all of them.
@@ -146,7 +178,7 @@ class Pipeline:
             torch.empty(n, self.model.hidden_size, dtype=self.dtype, device="meta").requires_grad_()
             for n in (tokens // stage.state_parts, tokens)
         )
-        return PipelineStage(
+        return SeededStage(
             stage,
             index.index,
             index.count,

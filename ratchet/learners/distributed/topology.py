@@ -12,9 +12,9 @@ from itertools import product
 from math import prod
 
 from ratchet.errors import ConfigError
-from ratchet.learners.config import DistributedConfig, MegatronConfig
+from ratchet.learners.config import DistributedConfig, DTensorConfig, MegatronConfig
 from ratchet.models.parallel.megatron_sizes import MegatronSizes
-from ratchet.models.parallel.sharding import ModelShard, ShardIndex
+from ratchet.models.parallel.sharding import ModelShard, ShardIndex, list_stage_indices
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,12 @@ def build_topology(config: DistributedConfig) -> Topology:
     )
 
 
-def build_first_shard(config: DistributedConfig) -> ModelShard:
+def build_first_shard(config: DTensorConfig) -> ModelShard:
     """Return the first rank's part of the model, to check that the model can be divided."""
-    stages = config.pipeline_parallel * config.pipeline_chunks
+    pipeline = ShardIndex(0, config.pipeline_parallel)
     return ModelShard(
         ShardIndex(0, config.tensor_parallel),
-        ShardIndex(0, stages),
+        list_stage_indices(pipeline, config.pipeline_chunks, config.stage_layers or ())[0],
         ShardIndex(0, config.expert_parallel),
     )
 

@@ -6,7 +6,6 @@ inputs] and `.lora_B.weight` [outputs, r].
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,11 +96,9 @@ def add_adapters(decoder: Decoder, adapter: Adapter) -> None:
     lora = adapter.lora
     target_names = resolve_decoder_targets(decoder.config, lora)
     layout = list_pieces(decoder)
-    indices = itertools.count()
 
     def make(name: str, weight: Tensor | QuantizedMatrix) -> FusedLoRA | None:
         """Return the adapter of a parameter; None if it has no target."""
-        index = next(indices)
         spans = [
             piece.rows
             for piece in layout[name]
@@ -111,7 +108,7 @@ def add_adapters(decoder: Decoder, adapter: Adapter) -> None:
         if not spans:
             return None
         return FusedLoRA(
-            weight, spans, rank=lora.rank, scale=lora.scale, dropout=lora.dropout, index=index
+            weight, spans, rank=lora.rank, scale=lora.scale, dropout=lora.dropout, name=name
         )
 
     for path, linear in decoder.layer_linears:

@@ -27,33 +27,34 @@ class SeededDropout(nn.Module):
     So a resumed run gets the same mask, and so do recomputed activations.
     """
 
-    def __init__(self, probability: float, index: int) -> None:
+    def __init__(self, probability: float, name: str | int) -> None:
         """Create a layer that drops nothing until `seed` is set.
 
         Args:
             probability: dropout probability.
-            index: index of this layer, so that layers with the same seed get different masks.
+            name: name of the adapted matrix in the whole model, so that layers with the same seed
+              get different masks.
         """
         super().__init__()
         self.probability = probability
-        self.index = index
+        self.name = name
         self.seed: int | None = None  # None outside of updates: nothing is dropped
 
     def forward(self, x: Tensor) -> Tensor:
         if self.seed is None or not self.probability:
             return x
-        generator = torch.Generator(x.device).manual_seed(derive_mask_seed(self.seed, self.index))
+        generator = torch.Generator(x.device).manual_seed(derive_mask_seed(self.seed, self.name))
         is_kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.probability
         return x * (is_kept / (1 - self.probability)).to(x.dtype)
 
 
-def derive_mask_seed(*numbers: int) -> int:
-    """Return the seed of a dropout mask, in [0, 2**63), from the numbers that identify it.
+def derive_mask_seed(*identifiers: int | str) -> int:
+    """Return the seed of a dropout mask, in [0, 2**63), from what identifies it.
 
-    The numbers are hashed. Products or sums of them would collide, and torch's CPU generator only
-    reads the lowest 32 bits of its seed.
+    The identifiers are hashed. Products or sums of numbers would collide, and torch's CPU generator
+    only reads the lowest 32 bits of its seed.
     """
-    digest = blake2b("/".join(map(str, numbers)).encode(), digest_size=8).digest()
+    digest = blake2b("/".join(map(str, identifiers)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
@@ -79,14 +80,14 @@ class FusedLoRA(SwitchableAdapter):
         rank: int,
         scale: float,
         dropout: float,
-        index: int,
+        name: str,
     ) -> None:
         """Allocate A and B for each part.
 
         Args:
             weight: the linear layer's matrix [o, i], or those of all experts [E, o, i].
             spans: the matrix rows of each adapted part; other rows have no adapter.
-            index: see `SeededDropout`.
+            name: see `SeededDropout`.
         """
         super().__init__()
         *stack, self.outputs, inputs = weight.shape
@@ -96,7 +97,7 @@ class FusedLoRA(SwitchableAdapter):
         empty: Any = {"dtype": weight.dtype, "device": weight.device}
         self.lora_A = nn.Parameter(torch.empty(*stack, rank * len(spans), inputs, **empty))
         self.lora_B = nn.Parameter(torch.empty(*stack, sum(map(len, spans)), rank, **empty))
-        self.dropout = SeededDropout(dropout, index)
+        self.dropout = SeededDropout(dropout, name)
 
     def forward(self, x_Ti: Tensor, out_To: Tensor, multiply: Multiply = F.linear) -> Tensor:
         return out_To if self.is_off else out_To + self.delta(x_Ti, multiply)

@@ -23,20 +23,14 @@ BASE_SUFFIX = ".base_layer"
 
 
 def list_linear_layers(layers: Sequence[nn.Module]) -> list[str]:
-    """Return the names of the linear layers in decoder layers, such as q_proj."""
+    """Return the names of the linear layers in decoder layers without adapters, such as q_proj."""
     paths = (
         path
         for layer in layers
         for path, module in layer.named_modules()
         if isinstance(module, nn.Linear)
     )
-    return list(
-        dict.fromkeys(
-            path.removesuffix(BASE_SUFFIX).rpartition(".")[2]
-            for path in paths
-            if ".lora_" not in path
-        )
-    )
+    return list(dict.fromkeys(path.rpartition(".")[2] for path in paths))
 
 
 @torch.no_grad()
@@ -46,7 +40,7 @@ def attach(
     """Inject an adapter into a model, with its initial values, and freeze all other weights.
 
     Args:
-        names: Names of the linear layers to adapt.
+        names: Names of the linear layers to adapt; () if a pipeline stage has none of them.
         within: The part of the model that gets the adapter; None: the whole model.
 
     Raises ModelError if peft can't adapt the model, or adapts the stacked experts of a layer.
@@ -54,6 +48,8 @@ def attach(
     from peft import inject_adapter_in_model
 
     model.requires_grad_(False)
+    if not names:
+        return
     config = peft_config(adapter, names)
     try:
         inject_adapter_in_model(config, within or model, adapter_name=ADAPTER_NAME)
@@ -61,15 +57,15 @@ def attach(
         raise ModelError(f"peft can't give {type(model).__name__} an adapter: {error}") from None
     layers = _find_lora_layers(model)
     # peft turns the names of an expert's matrices into the stacked parameters of all experts.
-    if not all(isinstance(layer.get_base_layer(), nn.Linear) for layer in layers):
+    if not all(isinstance(layer.get_base_layer(), nn.Linear) for layer in layers.values()):
         others = ", ".join(name for name in names if name in config.target_modules)
         raise ModelError(
             "lora.target_modules names matrices of experts, which can't have an adapter in "
             f"{type(model).__name__}. Set lora.target_modules=[{others}]."
         )
-    for index, layer in enumerate(layers):
+    for path, layer in layers.items():
         _widen(layer, adapter.lora.rank)
-        layer.lora_dropout[ADAPTER_NAME] = SeededDropout(adapter.lora.dropout, index)
+        layer.lora_dropout[ADAPTER_NAME] = SeededDropout(adapter.lora.dropout, path)
     for name, parameter in adapter_parameters(model):
         parameter.requires_grad_(True)
         parameter.copy_(adapter.initial_weight(get_canonical_name(name), parameter.shape))
@@ -91,9 +87,7 @@ def _widen(layer: Any, rank: int) -> None:
 
 def merge(model: nn.Module) -> None:
     """Add the adapter to the weights, remove it, and unfreeze all weights."""
-    paths = {module: path for path, module in model.named_modules()}
-    for layer in _find_lora_layers(model):
-        path = paths[layer]
+    for path, layer in _find_lora_layers(model).items():
         layer.merge()
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, layer.get_base_layer())
@@ -116,7 +110,7 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 @contextmanager
 def disable_peft_adapters(model: nn.Module) -> Iterator[None]:
     """Switch a model's adapter off inside the context."""
-    layers = _find_lora_layers(model)
+    layers = _find_lora_layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -126,10 +120,11 @@ def disable_peft_adapters(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def _find_lora_layers(model: nn.Module) -> list[Any]:
+def _find_lora_layers(model: nn.Module) -> dict[str, Any]:
+    """Return peft's layers by path."""
     from peft.tuners.lora import LoraLayer
 
-    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+    return {path: module for path, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def get_canonical_name(name: str) -> str:

@@ -33,7 +33,7 @@ from ratchet.models.parallel.collectives import Group, sum_backward
 from ratchet.models.parallel.context_parallel import ContextAttention
 from ratchet.models.parallel.megatron_sizes import Fp8Format, MegatronSizes, padded_vocabulary
 from ratchet.models.parallel.sharded_policy import DistributedPolicy, DistributedShard
-from ratchet.models.parallel.sharding import ModelShard, ShardIndex
+from ratchet.models.parallel.sharding import ModelShard, ShardIndex, StageIndex
 from ratchet.models.parallel.tensor_parallel import VocabParallelLogits
 from ratchet.models.weights.hf_weights import SavableTensor, save_model_directory
 
@@ -182,7 +182,7 @@ def _make_distributed_shard(sizes: MegatronSizes) -> DistributedShard:
     """Return this rank's shard and groups."""
     model = ModelShard(
         ShardIndex(parallel_state.get_tensor_model_parallel_rank(), sizes.tensor),
-        ShardIndex(parallel_state.get_pipeline_model_parallel_rank(), sizes.pipeline),
+        StageIndex(parallel_state.get_pipeline_model_parallel_rank(), sizes.pipeline),
         ShardIndex(parallel_state.get_expert_model_parallel_rank(), sizes.experts),
     )
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.model_shape.megatron_decoder import MegatronDecoderConfig
 from ratchet.errors import ConfigError, MissingDependency, ModelError
-from ratchet.models.parallel.sharding import ModelShard, ShardIndex, check_even
+from ratchet.models.parallel.sharding import ModelShard, ShardIndex, StageIndex, check_even
 
 
 def require_megatron() -> None:
@@ -155,7 +155,7 @@ class MegatronSizes:
         """Raise ModelError if Megatron Core can't divide or build the decoder."""
         stages = self.pipeline * self.chunks
         shard = ModelShard(
-            ShardIndex(0, self.tensor), ShardIndex(0, stages), ShardIndex(0, self.experts)
+            ShardIndex(0, self.tensor), StageIndex(0, stages), ShardIndex(0, self.experts)
         )
         # Unlike the built-in decoder, Megatron has biases under tensor parallelism too.
         shard.check(replace(shape, out_bias=False, mlp_bias=False))

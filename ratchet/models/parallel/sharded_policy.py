@@ -13,10 +13,12 @@ from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.moe import Experts, SparseMLP
 from ratchet.models.layers.packed_inputs import PackedInputs
+from ratchet.models.lora import decoder as lora
+from ratchet.models.lora.decoder import Adapter
 from ratchet.models.parallel.collectives import Group, sum_backward
 from ratchet.models.parallel.context_parallel import ContextAttention
 from ratchet.models.parallel.expert_parallel import ExpertExchange
-from ratchet.models.parallel.sharding import ModelShard, list_stage_indices
+from ratchet.models.parallel.sharding import ModelShard, StageIndex
 from ratchet.models.parallel.stages import ModelStage
 from ratchet.models.parallel.tensor_parallel import TensorParallelComm, VocabParallelLogits
 from ratchet.models.policy import DecoderPolicy
@@ -34,6 +36,8 @@ class DistributedShard:
     context: Group | None = None
     experts: Group | None = None
     sequence: bool = False  # sequence parallelism, see `TensorParallelComm`
+    # The pipeline stages of this rank; several in an interleaved pipeline.
+    stages: Sequence[StageIndex] = (StageIndex(),)
 
 
 class DecoderStage(ModelStage):
@@ -85,17 +89,11 @@ class DistributedPolicy(DecoderPolicy):
         *,
         device: torch.device | str,
         dtype: torch.dtype,
-        chunks: int = 1,
     ) -> None:
-        """Allocate this rank's layers. Weights are uninitialised memory.
-
-        Args:
-            chunks: Number of stages per rank, more than one in an interleaved pipeline.
-        """
+        """Allocate this rank's layers. Weights are uninitialised memory."""
         nn.Module.__init__(self)
         stage_shards = [
-            replace(shard, model=replace(shard.model, pipeline=stage_index))
-            for stage_index in list_stage_indices(shard.model.pipeline, chunks)
+            replace(shard, model=replace(shard.model, pipeline=stage)) for stage in shard.stages
         ]
         stage_shards[0].model.check(config)
         self.shard = shard
@@ -186,6 +184,17 @@ class DistributedPolicy(DecoderPolicy):
         if self.shard.tensor is not None:
             hidden_nd = sum_backward(hidden_nd, self.shard.tensor)
         return super().logits(hidden_nd)
+
+    def attach(self, adapter: Adapter) -> None:
+        for stage in self.local_stages:
+            lora.attach(stage.decoder, adapter)
+        self.adapter = adapter
+
+    def merge(self) -> None:
+        raise AssertionError("the configuration allows no stage after one with an adapter on ranks")
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self.canonical_weights()
 
     def canonical_weights(self) -> Iterator[tuple[str, Tensor]]:
         raise AssertionError(

@@ -6,7 +6,7 @@ some rows of the embedding. With pipeline parallelism each rank has some layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -29,12 +29,47 @@ class ShardIndex:
         return range(total * self.index // self.count, total * (self.index + 1) // self.count)
 
 
-def list_stage_indices(rank: ShardIndex, chunks: int) -> list[ShardIndex]:
+@dataclass(frozen=True)
+class StageIndex(ShardIndex):
+    """The index of a pipeline stage, whose number of layers may differ from the others'.
+
+    layers: number of layers of each stage; (): about as many in each.
+    """
+
+    layers: tuple[int, ...] = ()
+
+    def range(self, total: int) -> range:
+        if not self.layers:
+            return super().range(total)
+        start = sum(self.layers[: self.index])
+        return range(start, start + self.layers[self.index])
+
+    def check(self, total: int) -> None:
+        """Raise ModelError if a model's layers can't be divided into such stages."""
+        if self.layers and sum(self.layers) != total:
+            raise ModelError(
+                f"learner.stage_layers={list(self.layers)} has {sum(self.layers)} layers, but the "
+                f"model has {total}. Set numbers that add up to {total}."
+            )
+        if self.count > total:
+            raise ModelError(
+                f"{self.count} pipeline stages are more than {total} layers: set "
+                f"learner.pipeline_parallel x pipeline_chunks to at most {total}"
+            )
+
+
+def list_stage_indices(
+    rank: ShardIndex, chunks: int, layers: Sequence[int] = ()
+) -> list[StageIndex]:
     """Return the pipeline stages of a pipeline rank: one, or several if they are interleaved.
 
     chunks: number of stages of a rank.
+    layers: see `StageIndex`.
     """
-    return [ShardIndex(rank.index + rank.count * i, rank.count * chunks) for i in range(chunks)]
+    return [
+        StageIndex(rank.index + rank.count * i, rank.count * chunks, tuple(layers))
+        for i in range(chunks)
+    ]
 
 
 @dataclass(frozen=True)
@@ -44,7 +79,7 @@ class ModelShard:
     tensor: ShardIndex = ShardIndex()  # the rank's part of the heads, MLPs and vocabulary
     # The rank's part of the layers. The first part also has the embedding. The last part also has
     # the final norm and the language head.
-    pipeline: ShardIndex = ShardIndex()
+    pipeline: StageIndex = StageIndex()
     experts: ShardIndex = ShardIndex()  # the rank's part of each layer's experts
 
     @property
@@ -86,7 +121,7 @@ class ModelShard:
                 "or in MLPs: set learner.tensor_parallel=1"
             )
         check_even_experts(self.experts.count, config.n_experts)
-        check_stages(self.pipeline.count, config.n_layers)
+        self.pipeline.check(config.n_layers)
 
 
 def check_even(n: int, totals: Mapping[str, int]) -> None:
@@ -111,15 +146,6 @@ def check_even_experts(n: int, total: int) -> None:
         raise ModelError(
             f"learner.expert_parallel={n} doesn't divide the model's {total} experts: set it to "
             f"{fix}"
-        )
-
-
-def check_stages(stages: int, layers: int) -> None:
-    """Raise ModelError if a model has fewer layers than a pipeline has stages."""
-    if stages > layers:
-        raise ModelError(
-            f"{stages} pipeline stages are more than {layers} layers: set "
-            f"learner.pipeline_parallel x pipeline_chunks to at most {layers}"
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from ratchet.errors import ModelError
 from ratchet.models.parallel.collectives import Group, all_reduce_sum
 from ratchet.models.parallel.sharded_policy import DistributedShard
-from ratchet.models.parallel.sharding import ShardIndex, check_stages, list_stage_indices
+from ratchet.models.parallel.sharding import StageIndex
 from ratchet.models.transformers.context_parallel import REMEDY as CONTEXT_REMEDY
 from ratchet.models.transformers.context_parallel import DividedAttention, check_context
 from ratchet.models.transformers.expert_parallel import REMEDY as EXPERTS_REMEDY
@@ -44,22 +45,18 @@ def divide(
     policy: TransformersPolicy,
     shard: DistributedShard,
     device: torch.device | str,
-    *,
-    chunks: int = 1,
 ) -> None:
     """Reduce a model to this rank's shard.
 
-    Args:
-        device: The device that computes with the shard.
-        chunks: Number of pipeline stages per rank, more than one in an interleaved pipeline.
+    device: the device that computes with the shard.
 
     Raises ModelError if the ranks together don't compute the same as the whole model.
     """
     if shard.experts is not None:
         # Before the layers are divided: a stage may have dense layers only.
         check_experts(policy.model, shard.experts.size())
-    if shard.model.pipeline.count > 1:
-        divide_by_layers(policy, list_stage_indices(shard.model.pipeline, chunks))
+    if shard.stages[0].count > 1:
+        divide_by_layers(policy, shard.stages)
     if shard.tensor is not None:
         divide_by_plan(policy, shard.tensor, device, sequence=shard.sequence)
     if shard.context is not None:
@@ -89,15 +86,10 @@ def make_plan(policy: TransformersPolicy, ranks: int) -> TPPlan:
 
 def check_sequence_division(policy: TransformersPolicy) -> None:
     """Raise ModelError if ranks can't divide hidden states between the blocks of a model."""
-    reason = None
-    if find_stacked_experts(policy.model):
-        reason = "is a mixture of experts"
-    elif not policy.packs:
-        reason = "can't pack sequences"
-    if reason is not None:
+    if not policy.packs:
         raise ModelError(
-            f"{type(policy.model).__name__} {reason}, which learner.sequence_parallel does not "
-            f"support where transformers runs the model: {SEQUENCE_REMEDY}"
+            f"{type(policy.model).__name__} can't pack sequences, which learner.sequence_parallel "
+            f"does not support where transformers runs the model: {SEQUENCE_REMEDY}"
         )
 
 
@@ -127,6 +119,8 @@ def divide_by_plan(
     division = divide_model(policy.model, plan, group, tokens)
     policy.tp_division = division
     nn.Module.to(policy.model, device)
+    if tokens is not None:
+        experts.divide(tokens)
     experts.check(plan_name, remedy)
     try:
         with experts.replay_routes():
@@ -145,17 +139,17 @@ def divide_by_plan(
             raise ModelError(f"{plan_name} changes what the model computes ({name}): {remedy}")
 
 
-def check_layer_division(policy: TransformersPolicy, stages: int) -> None:
-    """Raise ModelError if a pipeline of this many stages can't compute what a model computes."""
-    _cut_layers(policy, stages)
+def check_layer_division(policy: TransformersPolicy, stage: StageIndex) -> None:
+    """Raise ModelError if a pipeline with such a stage can't compute what a model computes."""
+    _cut_layers(policy, stage)
 
 
-def divide_by_layers(policy: TransformersPolicy, indices: Sequence[ShardIndex]) -> None:
+def divide_by_layers(policy: TransformersPolicy, indices: Sequence[StageIndex]) -> None:
     """Reduce a model to this rank's pipeline stages, which are the ones at `indices`.
 
     Raises ModelError if all stages together don't compute the same as the model.
     """
-    stages = _cut_layers(policy, indices[0].count)
+    stages = _cut_layers(policy, indices[0])
     tied = set(stages[0].parameters()) & set(stages[-1].parameters())
     policy.tied_stage_weights = frozenset(
         name for name, parameter in policy.model.named_parameters() if parameter in tied
@@ -165,9 +159,9 @@ def divide_by_layers(policy: TransformersPolicy, indices: Sequence[ShardIndex]) 
     policy.stages = nn.ModuleList(own)
 
 
-def _cut_layers(policy: TransformersPolicy, count: int) -> list[TransformersStage]:
-    """Return `count` stages of a model, which together compute what the model does."""
-    check_stages(count, len(policy.layers()))
+def _cut_layers(policy: TransformersPolicy, stage: StageIndex) -> list[TransformersStage]:
+    """Return all stages of a pipeline with `stage`, which together compute what the model does."""
+    stage.check(len(policy.layers()))
     name = type(policy.model).__name__
     if policy.reads_media or not policy.packs:
         reason = "reads media" if policy.reads_media else "can't pack sequences"
@@ -175,7 +169,7 @@ def _cut_layers(policy: TransformersPolicy, count: int) -> list[TransformersStag
             f"{name} {reason}, so its layers can't be divided over ranks: {PIPELINE_REMEDY}"
         )
     whole_probe = _probe(policy, PROBE_LENGTHS)
-    stages = [TransformersStage(policy, ShardIndex(i, count)) for i in range(count)]
+    stages = [TransformersStage(policy, replace(stage, index=i)) for i in range(stage.count)]
     users = Counter(parameter for stage in stages for parameter in stage.parameters())
     embeddings = set(policy.model.get_input_embeddings().parameters())
     if any(n > 1 and parameter not in embeddings for parameter, n in users.items()):
@@ -263,7 +257,18 @@ class _ExpertsProbe:
             positions = torch.arange(PROBE_TOKENS, device=tokens.device)
             with torch.no_grad(), self.replay_routes():
                 policy.hidden(tokens, positions, (PROBE_TOKENS,))
+        # The weights of the outputs in the loss.
+        self._weights = {
+            path: torch.arange(hidden.numel(), dtype=hidden.dtype).cos().view(hidden.shape)
+            for path, (hidden, *_) in self._inputs.items()
+        }
         self._outputs = {path: self._compute(path) for path in self._inputs}
+
+    def divide(self, tokens: TokenShards) -> None:
+        """Keep this rank's tokens only, because experts now get no others."""
+        self._inputs = _take_own(self._inputs, tokens)
+        self._outputs = _take_own(self._outputs, tokens)
+        self._weights = {path: tokens.take_own(x) for path, x in self._weights.items()}
 
     @contextmanager
     def replay_routes(self) -> Iterator[None]:
@@ -278,7 +283,8 @@ class _ExpertsProbe:
             return replay
 
         hooks = [
-            module.register_forward_pre_hook(make_hook(path), with_kwargs=True)
+            # Before the hooks of a division, which gather divided tokens.
+            module.register_forward_pre_hook(make_hook(path), with_kwargs=True, prepend=True)
             for path, module in self._modules.items()
         ]
         try:
@@ -309,9 +315,14 @@ class _ExpertsProbe:
         inputs = [x.detach().clone().requires_grad_() for x in (hidden_Td, weights_TK)]
         with torch.enable_grad():
             output = module(inputs[0], experts_TK, inputs[1])
-            numbers = torch.arange(output.numel(), dtype=output.dtype, device=output.device)
-            loss = (output * numbers.cos().view(output.shape)).sum()
+            loss = (output * self._weights[path].to(output)).sum()
             return output.detach(), *torch.autograd.grad(loss, inputs)
+
+
+def _take_own(
+    tensors: Mapping[str, tuple[Tensor, ...]], tokens: TokenShards
+) -> dict[str, tuple[Tensor, ...]]:
+    return {path: tuple(map(tokens.take_own, values)) for path, values in tensors.items()}
 
 
 def _probe(

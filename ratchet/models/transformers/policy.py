@@ -88,6 +88,8 @@ class TransformersPolicy(PolicyModel):
         self.saved_config = saved_config or model.config
         self.text_config: Any = model.config.get_text_config()
         self._vocab_size = model.get_parameter(self.head_name).shape[0]
+        # The names of the linear layers that can have an adapter, in any pipeline stage.
+        self._linear_layers = transformers_lora.list_linear_layers(self.layers())
         self.takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
         set_packed_attention(model, enabled=False)  # a policy may have had the model before
         self._check_logits()
@@ -360,12 +362,14 @@ class TransformersPolicy(PolicyModel):
                 f"lora.base={lora.base} is for Ratchet's own decoder, but transformers runs this "
                 "model: remove lora.base"
             )
-        return resolve_target_modules(lora, transformers_lora.list_linear_layers(self.layers()))
+        return resolve_target_modules(lora, self._linear_layers)
 
     def attach(self, adapter: Adapter) -> None:
-        transformers_lora.attach(
-            self.model, adapter, self.resolve_adapter_layers(adapter.lora), within=self.adapted
-        )
+        names = self.resolve_adapter_layers(adapter.lora)
+        if self.stages:
+            local_names = transformers_lora.list_linear_layers(self.layers())
+            names = [name for name in names if name in local_names]
+        transformers_lora.attach(self.model, adapter, names, within=self.adapted)
         if self.tp_division is not None:
             self.tp_division = divide_adapters(self.model, self.tp_division)
         self.adapter = adapter

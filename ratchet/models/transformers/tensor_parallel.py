@@ -95,9 +95,10 @@ def divide_model(
         if style in PARTIAL:
             partially_used.update(module.parameters(recurse=False))
         elif style in EXPERTS:
-            pieces |= _divide_experts(module, path, plan.expert_cuts, shard_index, group)
+            pieces |= _divide_experts(module, path, plan.expert_cuts, shard_index, group, tokens)
         elif style in SHARED_ROPE:
-            module.forward = _sum_last_gradients(module.forward, plan.rope_columns, group)
+            if tokens is None:
+                module.forward = _sum_last_gradients(module.forward, plan.rope_columns, group)
         elif isinstance(module, nn.Embedding) and module.weight not in pieces:
             pieces |= _divide_embedding(module, shard_index, group)
         elif isinstance(module, nn.Linear) and path != plan.head:
@@ -109,14 +110,15 @@ def divide_model(
         raise ModelError(
             f"the plan of {type(model).__name__} divides weights that other modules share: {REMEDY}"
         )
+    divided_pieces = {name: _name(pieces[p], name) for name, p in parameters.items() if p in pieces}
     partial_names = {name for name, p in parameters.items() if p in partially_used}
     if tokens is not None:
         tokens.install(model)
-        partial_names |= tokens.list_partial(model)
+        partial_names |= tokens.list_partial(model) - divided_pieces.keys()
     return TPDivision(
         group,
         plan,
-        {name: _name(pieces[p], name) for name, p in parameters.items() if p in pieces},
+        divided_pieces,
         frozenset(partial_names),
         vocab_parallel,
         tokens,
@@ -142,7 +144,8 @@ def divide_adapters(model: nn.Module, division: TPDivision) -> TPDivision:
             continue
         a, b = layer.lora_A[ADAPTER_NAME], layer.lora_B[ADAPTER_NAME]
         if style in SHARED_ROPE:
-            b.forward = _sum_last_gradients(b.forward, division.plan.rope_columns, group)
+            if tokens is None:
+                b.forward = _sum_last_gradients(b.forward, division.plan.rope_columns, group)
             continue
         a_name, b_name = (f"{PEFT_PREFIX}{path}.lora_{factor}.weight" for factor in "AB")
         if style in BY_COLUMNS:
@@ -259,11 +262,14 @@ def _divide_experts(
     cuts: Mapping[str, Cut],
     shard_index: ShardIndex,
     group: Group,
+    tokens: TokenShards | None,
 ) -> CutPieces:
     """Divide the matrices of every expert in a module, at a path, by their intermediate size.
 
-    Hooks communicate, so that they stay around whatever computes the rows of the experts.
+    Hooks communicate, so that they stay around whatever computes the rows of the experts. Divided
+    `tokens` are gathered with their routes, and each rank gets the outputs of its own.
     """
+    add = _make_sum(group, tokens)
     pieces: CutPieces = {}
     for name, parameter in list(module.named_parameters(recurse=False)):
         if (cut := cuts.get(f"{path}.{name}")) is not None:
@@ -272,6 +278,8 @@ def _divide_experts(
             pieces[block] = cut_pieces
 
     def enter(x: Any) -> Any:
+        if tokens is not None:
+            return tokens.enter(x)
         # Hidden states and the weights of the chosen experts, but not their indices.
         is_number = isinstance(x, Tensor) and x.is_floating_point()
         return sum_backward(x, group) if is_number else x
@@ -280,7 +288,7 @@ def _divide_experts(
         return tuple(enter(x) for x in args), {key: enter(x) for key, x in named.items()}
 
     def sum_outputs(_: nn.Module, __: object, output: Tensor) -> Tensor:
-        return sum_forward(output, group)
+        return add(output)
 
     module.register_forward_pre_hook(sum_gradients, with_kwargs=True)
     module.register_forward_hook(sum_outputs)

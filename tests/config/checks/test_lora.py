@@ -20,7 +20,6 @@ REFUSED = {
     "mean 'q_proj'?",
     "lora.alfa=3": "lora.alfa: unknown key; did you mean 'alpha'?",
     "lora.target_modules=[w1]": "no linear layer of the model is called 'w1'",
-    "learner={kind: dtensor, pipeline_parallel: 2}": "learner.pipeline_parallel=2 can't train adapters in its pipeline stages",
     "generator={kind: vllm}": "lora.rank=4 is more than generator.lora_rank=0",
     "generator={kind: workers, worker: {kind: vllm, lora_rank: 2}}": "lora.rank=4 is more than "
     "generator.worker.lora_rank=2",
@@ -42,8 +41,9 @@ def test_what_cannot_be_is_refused_when_the_recipe_is_read(override, recipe):
     assert REFUSED[override] in str(caught.value)
 
 
-def test_stages_of_megatron_have_adapters(recipe):
-    learner = "learner={kind: megatron, tensor_parallel: 2, pipeline_parallel: 2}"
+@pytest.mark.parametrize("kind", ["dtensor", "megatron"])
+def test_pipeline_stages_have_adapters(kind, recipe):
+    learner = f"learner={{kind: {kind}, tensor_parallel: 2, pipeline_parallel: 2}}"
     assert load_config(recipe, [learner]).stages[0].lora.rank == 4
     load_config(recipe, [learner, "learner.sequence_parallel=true", "model.preset=tiny-moe"])
 

@@ -37,7 +37,7 @@ def adapt(mlp, spans_by_name):
     generator = torch.Generator().manual_seed(5)
     for name, spans in spans_by_name.items():
         weight = getattr(mlp.experts, name)
-        made = FusedLoRA(weight, spans, rank=RANK, scale=SCALE, dropout=0.0, index=0)
+        made = FusedLoRA(weight, spans, rank=RANK, scale=SCALE, dropout=0.0, name="")
         with torch.no_grad():
             for factor in made.parameters():
                 factor.normal_(0.0, 0.4, generator=generator)
