@@ -23,8 +23,9 @@ EXTRAS = re.compile(r"ratchet-rl\[(.+)\]")
 # What runs the tests, at the versions of constraints.txt, and what the test modules import besides.
 TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis")
 TEST_IMPORTS = ("httpx", "jsonschema", "openai", "scipy")
-# verifiers needs a newer httpx2, and pip looks for versions that suit gem-llm for over ten minutes.
-NEEDS_NEWER = {"gem", "verifiers"}
+# trackio needs a newer huggingface-hub, verifiers a newer httpx2; pip looks for versions that suit
+# gem-llm for over ten minutes.
+NEEDS_NEWER = {"gem", "trackers", "verifiers"}
 FLOOR = re.compile(r"([\w.-]+)>=([\w.]+)")
 
 
