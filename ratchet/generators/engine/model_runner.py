@@ -6,6 +6,7 @@ T = prompt tokens of a forward, N = requests, d = hidden size.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import compress
 
 import numpy as np
 import torch
@@ -273,28 +274,27 @@ class ModelRunner:
         layers = self._get_layers()
         if layers is None or recorder is not None:
             return self._prefill_with_torch(tokens_T, lengths_P, adapters, slots_P, recorder)
-        adapters_P = np.array(adapters, dtype=object)
-        is_compiled_P = (lengths_P <= MAX_PROMPT) & np.equal(adapters_P, None)
-        parts = [part for part in (is_compiled_P, ~is_compiled_P) if part.any()]
+        is_short_P = lengths_P <= MAX_PROMPT
+        kernel_P = np.array([adapter is None for adapter in adapters]) & is_short_P
+        kernel_T = torch.from_numpy(np.repeat(kernel_P, lengths_P))
         hidden_Td = torch.empty(len(tokens_T), self.decoder.config.hidden_size)
-        for part_P in parts:
-            lengths, slots = lengths_P[part_P], slots_P[part_P]
-            rows = torch.from_numpy(np.flatnonzero(np.repeat(part_P, lengths_P)))
-            if part_P is is_compiled_P:
-                positions, slots = concatenate_ranges(lengths), np.repeat(slots, lengths)
-                hidden_Td[rows] = self.compiled(
-                    layers,
-                    tokens_T[rows],
-                    torch.from_numpy(positions),
-                    torch.from_numpy(slots),
-                    self.cache,
-                    lengths.tolist(),
-                )
-            else:
-                hidden = self._prefill_with_torch(
-                    tokens_T[rows], lengths, adapters_P[part_P].tolist(), slots
-                )
-                hidden_Td[rows] = hidden[: len(rows)]
+        if kernel_P.any():
+            lengths = lengths_P[kernel_P]
+            hidden_Td[kernel_T] = self.compiled(
+                layers,
+                tokens_T[kernel_T],
+                torch.from_numpy(concatenate_ranges(lengths)),
+                torch.from_numpy(np.repeat(slots_P[kernel_P], lengths)),
+                self.cache,
+                lengths.tolist(),
+            )
+        if not kernel_P.all():
+            tokens = tokens_T[~kernel_T]
+            others = list(compress(adapters, ~kernel_P))
+            hidden = self._prefill_with_torch(
+                tokens, lengths_P[~kernel_P], others, slots_P[~kernel_P]
+            )
+            hidden_Td[~kernel_T] = hidden[: len(tokens)]
         return hidden_Td
 
     def _prefill_with_torch(

@@ -80,8 +80,8 @@ class Fp8Format:
 
 
 @dataclass(frozen=True)
-class PipelineStage(ShardIndex):
-    """The index of a pipeline stage, whose number of layers may differ from the others'.
+class PipelineStage(StageIndex):
+    """The index of a pipeline stage of Megatron, where numbers of layers belong to ranks.
 
     Stages are numbered as in `MegatronShard`: with p pipeline ranks, stage s is on rank s % p.
     """
@@ -138,8 +138,8 @@ class MegatronSizes:
         return PipelineStage(
             rank + self.pipeline * chunk,
             self.pipeline * self.chunks,
-            self.chunks,
-            self._rank_layers,
+            chunks=self.chunks,
+            rank_layers=self._rank_layers,
         )
 
     @property
