@@ -114,8 +114,7 @@ def test_what_megatron_cannot_run_is_refused_before_processes_start(written):
         check_megatron(MegatronConfig(), policy)
     oss = TransformersPolicy.load(written("gpt_oss"))
     check_megatron(MegatronConfig(), oss, everything)
-    with pytest.raises(ModelError, match=r"Set learner\.context_parallel=1"):
-        check_megatron(MegatronConfig(context_parallel=2), oss)
+    check_megatron(MegatronConfig(context_parallel=2), oss)
     with pytest.raises(ModelError, match="fp8=hybrid has no layers for a gpt_oss model"):
         check_megatron(MegatronConfig(fp8="hybrid", weights="bfloat16"), oss)
     deepseek = TransformersPolicy.load(written("deepseek_v3"))
