@@ -19,7 +19,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 # Import name -> distribution, where they differ.
 DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow", "gem": "gem-llm", "megatron": "megatron-core"}
 # Imported only beside the package that brings it.
-BROUGHT_BY = {"httpcore2": "httpx2", "anyio": "mcp"}
+BROUGHT_BY = {"httpcore2": "httpx2", "anyio": "mcp", "sympy": "math-verify"}
 
 
 def normalise(name: str) -> str:
