@@ -122,8 +122,8 @@ class _Bucket:
 class PrefillAttention:
     """The causal attention within each of several prompts that are packed end to end.
 
-    Keys and values of a token are written to its position of its prompt's slot (each int64 [n]).
-    Tokens after the last prompt are padding; their output is 0.
+    Keys and values of the prompts' n tokens are written to the slots `slots_n` and the positions
+    `positions_n` of the cache (both int64). Tokens after them are padding; their output is 0.
     """
 
     def __init__(

@@ -6,7 +6,6 @@ T = prompt tokens of a forward, N = requests, d = hidden size.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from itertools import compress
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from ratchet.generators.engine.kv_cache import KVCache
 from ratchet.generators.engine.layout import concatenate_ranges, round_up_to, split_spans
 from ratchet.generators.engine.limits import SchedulerLimits
 from ratchet.generators.engine.multi_lora import MultiLoRA
-from ratchet.generators.engine.prompt_batch import PromptBatch
+from ratchet.generators.engine.prompt_batch import PromptBatch, TokenSequences
 from ratchet.generators.engine.running_requests import ActiveSlots, RequestSlots
 from ratchet.generators.engine.step_graphs import LEAST_ROWS, round_up_to_bucket
 from ratchet.generators.request import GenerationRequest
@@ -154,75 +153,59 @@ class ModelRunner:
         The requests get the slots from `first_slot` on, which `reserve` has made. Each distinct
         prompt is computed once, in the slot of the first request that has it.
         """
-        prompts = PromptBatch.of(requests, first_slot)
-        tokens_T = self._enter(requests, prompts)
+        batch = PromptBatch.of(requests, first_slot, self.device)
+        self._enter(requests, batch)
         recorder = None
         if any(request.sampling.routes for request in requests):
-            recorder = self._make_recorder(len(tokens_T))
-        hidden_Td = self._compute_sequences(
-            tokens_T, prompts.lengths_P, prompts.adapters, prompts.slots_P, recorder
-        )
-        self._copy_prompts(prompts)
+            recorder = self._make_recorder(len(batch.prompts.tokens_T))
+        hidden_Td = self._compute_sequences(batch.prompts, recorder)
+        self._copy_prompts(batch)
         if recorder is not None:
-            sources, *targets = map(self._upload, prompts.locate_tokens())
+            sources, *targets = map(self._upload, batch.locate_tokens())
             self.slots.routes_RCLK.index_put_(tuple(targets), recorder.experts_TLK[sources])
-        return self._select_rows(hidden_Td, prompts.last_N)
-
-    def can_prefill_beside(
-        self, requests: Sequence[GenerationRequest], running: Sequence[GenerationRequest]
-    ) -> bool:
-        """True if `prefill_and_decode` can compute these requests."""
-        return (
-            all(len(request.prompt) <= MAX_PROMPT for request in requests)
-            and all(request.sampling.adapter is None for request in (*requests, *running))
-            and not any(request.sampling.routes for request in (*requests, *running))
-            and self._get_layers() is not None
-        )
+        return self._select_rows(hidden_Td, batch.last_N)
 
     def prefill_and_decode(
         self, requests: Sequence[GenerationRequest], running: Sequence[GenerationRequest]
-    ) -> tuple[ActiveSlots, Tensor]:
+    ) -> tuple[ActiveSlots, Tensor] | None:
         """Compute the prompts of entering requests and the next token of running ones in one call.
 
         Returns the slots of all these requests, and hidden states of their last tokens, the running
-        ones first: [N, d], followed by padding rows. `reserve` has made room.
+        ones first: [N, d], followed by padding rows. `reserve` has made room. Returns None, and
+        changes nothing, if the compiled kernel can't compute all of them.
         """
-        layers = self._get_layers()
-        assert layers is not None
+        is_short = all(len(request.prompt) <= MAX_PROMPT for request in requests)
+        if not is_short or self.adapters.names or (layers := self._get_layers()) is None:
+            return None
         n_running = len(running)
-        prompts = PromptBatch.of(requests, n_running)
-        tokens_T = self._enter(requests, prompts)
+        batch = PromptBatch.of(requests, n_running, self.device)
+        self._enter(requests, batch)
+        prompts = batch.prompts
         self.active = active = self.slots.upload_active([*running, *requests])
-        self.prefilled_tokens += len(tokens_T)
+        self.prefilled_tokens += len(prompts.tokens_T)
         self.decoded_tokens += n_running
-        slots = np.concatenate(
-            [np.arange(n_running), np.repeat(prompts.slots_P, prompts.lengths_P)]
-        )
-        positions = torch.from_numpy(concatenate_ranges(prompts.lengths_P))
         hidden_Td = self.compiled(
             layers,
-            torch.cat([active.input_tokens[:n_running], tokens_T]),
-            torch.cat([active.positions[:n_running], positions]),
-            torch.from_numpy(slots),
+            torch.cat([active.input_tokens[:n_running], prompts.tokens_T]),
+            torch.cat([active.positions[:n_running], torch.from_numpy(prompts.positions_T)]),
+            torch.from_numpy(np.concatenate([np.arange(n_running), prompts.slots_T])),
             self.cache,
             [1] * n_running + prompts.lengths_P.tolist(),
         )
-        self._copy_prompts(prompts)
-        rows = np.concatenate([np.arange(n_running), n_running + prompts.last_N])
+        self._copy_prompts(batch)
+        rows = np.concatenate([np.arange(n_running), n_running + batch.last_N])
         return active, self._select_rows(hidden_Td, rows)
 
-    def _enter(self, requests: Sequence[GenerationRequest], prompts: PromptBatch) -> Tensor:
-        """Write the requests to their slots, and return the tokens of distinct prompts, [T]."""
+    def _enter(self, requests: Sequence[GenerationRequest], batch: PromptBatch) -> None:
+        """Write the requests and the tokens of their prompts to their slots."""
         self.active = None
-        self.slots.enter(requests, int(prompts.slots_N[0]))
-        tokens_T = self._upload(prompts.tokens_T)
-        sources, slots, positions = map(self._upload, prompts.locate_tokens())
-        self.slots.store(slots, positions, tokens_T[sources])
-        return tokens_T
+        self.slots.enter(requests, int(batch.slots_N[0]))
+        sources, slots, positions = map(self._upload, batch.locate_tokens())
+        self.slots.store(slots, positions, batch.prompts.tokens_T[sources])
 
-    def _copy_prompts(self, prompts: PromptBatch) -> None:
+    def _copy_prompts(self, batch: PromptBatch) -> None:
         """Copy computed prompts to the slots of the other requests that have them."""
-        sources, targets, length = prompts.list_copies()
+        sources, targets, length = batch.list_copies()
         if length:
             self.cache.copy_slots(self._upload(sources), self._upload(targets), length)
 
@@ -243,78 +226,56 @@ class ModelRunner:
         """
         lengths = self.slots.lengths[: len(requests)] - 1
         for span in split_spans(lengths, self.limits.prefill_tokens):
-            slots = np.repeat(np.arange(span.start, span.stop), lengths[span])
-            positions = concatenate_ranges(lengths[span])
-            tokens_T = self.slots.tokens_RC[self._upload(slots), self._upload(positions)]
-            adapters = [request.sampling.adapter for request in requests[span]]
             slots_P = np.arange(span.start, span.stop)
-            self._compute_sequences(tokens_T, lengths[span], adapters, slots_P)
+            slots = self._upload(np.repeat(slots_P, lengths[span]))
+            positions = self._upload(concatenate_ranges(lengths[span]))
+            adapters = [request.sampling.adapter for request in requests[span]]
+            tokens_T = self.slots.tokens_RC[slots, positions]
+            self._compute_sequences(TokenSequences(tokens_T, lengths[span], adapters, slots_P))
 
     def _compute_sequences(
-        self,
-        tokens_T: Tensor,
-        lengths_P: NDArray[np.int64],
-        adapters: Sequence[str | None],
-        slots_P: NDArray[np.int64],
-        recorder: RouteRecorder | None = None,
+        self, sequences: TokenSequences, recorder: RouteRecorder | None = None
     ) -> Tensor:
-        """Return hidden states of sequences laid end to end: [T, d], followed by padding rows.
+        """Return hidden states of sequences: [T, d], which padding rows may follow.
 
         If the compiled kernel is available, it computes every short sequence without an adapter,
         whatever the others are: a request's bits must not depend on its neighbours.
 
-        Args:
-            tokens_T: the tokens of all sequences, int64.
-            lengths_P: number of tokens of each sequence.
-            adapters: the adapter of each sequence.
-            slots_P: the slot of the KV cache that gets each sequence's keys and values.
-            recorder: records the experts of each token; None records none.
+        recorder: records the experts of each token; None records none. The kernel has no experts.
         """
-        self.prefilled_tokens += len(tokens_T)
-        layers = self._get_layers()
-        if layers is None or recorder is not None:
-            return self._prefill_with_torch(tokens_T, lengths_P, adapters, slots_P, recorder)
-        is_short_P = lengths_P <= MAX_PROMPT
-        kernel_P = np.array([adapter is None for adapter in adapters]) & is_short_P
-        kernel_T = torch.from_numpy(np.repeat(kernel_P, lengths_P))
-        hidden_Td = torch.empty(len(tokens_T), self.decoder.config.hidden_size)
+        self.prefilled_tokens += len(sequences.tokens_T)
+        if (layers := self._get_layers()) is None:
+            return self._prefill_with_torch(sequences, recorder)
+        is_plain_P = np.array([adapter is None for adapter in sequences.adapters])
+        kernel_P = is_plain_P & (sequences.lengths_P <= MAX_PROMPT)
+        hidden_Td = torch.empty(len(sequences.tokens_T), self.decoder.config.hidden_size)
         if kernel_P.any():
-            lengths = lengths_P[kernel_P]
-            hidden_Td[kernel_T] = self.compiled(
-                layers,
-                tokens_T[kernel_T],
-                torch.from_numpy(concatenate_ranges(lengths)),
-                torch.from_numpy(np.repeat(slots_P[kernel_P], lengths)),
-                self.cache,
-                lengths.tolist(),
+            part, mask_T = sequences.select(kernel_P)
+            positions_T, slots_T = map(torch.from_numpy, (part.positions_T, part.slots_T))
+            lengths = part.lengths_P.tolist()
+            hidden_Td[mask_T] = self.compiled(
+                layers, part.tokens_T, positions_T, slots_T, self.cache, lengths
             )
         if not kernel_P.all():
-            tokens = tokens_T[~kernel_T]
-            others = list(compress(adapters, ~kernel_P))
-            hidden = self._prefill_with_torch(
-                tokens, lengths_P[~kernel_P], others, slots_P[~kernel_P]
-            )
-            hidden_Td[~kernel_T] = hidden[: len(tokens)]
+            part, mask_T = sequences.select(~kernel_P)
+            hidden_Td[mask_T] = self._prefill_with_torch(part)[: len(part.tokens_T)]
         return hidden_Td
 
     def _prefill_with_torch(
-        self,
-        tokens_T: Tensor,
-        lengths_P: NDArray[np.int64],
-        adapters: Sequence[str | None],
-        slots_P: NDArray[np.int64],
-        recorder: RouteRecorder | None = None,
+        self, sequences: TokenSequences, recorder: RouteRecorder | None = None
     ) -> Tensor:
         """Return hidden states like `_compute_sequences`, without the compiled kernel."""
-        padding = (0, -len(tokens_T) % self.limits.row_multiple)
-        positions_n = self._upload(concatenate_ranges(lengths_P))
-        slots_n = self._upload(np.repeat(slots_P, lengths_P))
-        attend = PrefillAttention(self.cache, lengths_P, slots_n, positions_n)
+        lengths_P, adapters = sequences.lengths_P, sequences.adapters
+        positions_T = self._upload(sequences.positions_T)
+        attend = PrefillAttention(
+            self.cache, lengths_P, self._upload(sequences.slots_T), positions_T
+        )
         decoder = None
         if any(adapter is not None for adapter in adapters):
             adapters_T = np.repeat(np.array(adapters, dtype=object), lengths_P).tolist()
             decoder = self.adapters.select_decoder(adapters_T)
-        tokens_T, positions_T = F.pad(tokens_T, padding), F.pad(positions_n, padding)
+        padding = (0, -len(sequences.tokens_T) % self.limits.row_multiple)
+        tokens_T, positions_T = F.pad(sequences.tokens_T, padding), F.pad(positions_T, padding)
         return self._run(decoder, tokens_T, positions_T, attend, recorder)
 
     def _run(

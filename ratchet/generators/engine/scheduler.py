@@ -217,15 +217,13 @@ class Scheduler:
         longest = max(longest, int(self.slots.lengths[:n_running].max(initial=0)))
         runner.reserve(n_running + len(batch), longest + 1)
         try:
-            if n_running and runner.can_prefill_beside(batch, self.running):
-                active, hidden_Nd = runner.prefill_and_decode(batch, self.running)
-                self._admitting_steps = 0
-            else:
-                hidden_Nd = runner.prefill(batch, n_running)
-                active = None
+            both = runner.prefill_and_decode(batch, self.running) if n_running else None
+            active, hidden_Nd = both or (None, runner.prefill(batch, n_running))
         except Exception:  # an error of one request must not fail the others
             self._admit_each(batch)
         else:
+            if active is not None:
+                self._admitting_steps = 0
             self._activate(batch, hidden_Nd, active)
 
     def _admit_each(self, batch: list[GenerationRequest]) -> None:
