@@ -21,7 +21,7 @@ from ratchet.algorithms.advantages.common import (
     std_by,
     sum_by,
 )
-from ratchet.algorithms.advantages.group_baselines import list_known_parts, require_parts
+from ratchet.algorithms.advantages.group_baselines import record_parts, require_parts
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
 
@@ -126,7 +126,7 @@ def component_weights(batch: Batch, state: AlgoState, *, weights: Mapping[str, f
     """
     if not batch.n_sequences:
         return batch
-    require_parts(list_known_parts(batch, state), weights)
+    require_parts(record_parts(batch, state), weights)
     parts = [
         weight * batch.need(f"reward/{name}").nan_to_num(0.0)
         for name, weight in weights.items()

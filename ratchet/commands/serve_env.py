@@ -151,8 +151,8 @@ async def _find_task(environment: Environment, split: Split, index: int) -> Task
     """Return a task of a split; None if the split ends before it."""
     if split == "train":
         return next(environment.tasks(split, seed=0, start=index), None)
-    # A generated test split has no direct access: it is made from its beginning, which may take
-    # long or have no end. Other sessions are answered meanwhile.
+    # Not every test split has direct access: a generated one is made from its beginning, which may
+    # take long or have no end. Other sessions are answered between two tasks.
     for i, task in enumerate(environment.tasks(split, seed=0)):
         if i == index:
             return task
@@ -211,12 +211,13 @@ class EnvironmentServer:
 
     def answer_http(self, connection: Any, request: Any) -> Any:
         """Return the answer to a plain HTTP request; None for the WebSocket."""
-        headers = [
-            (name.lower().encode("latin-1", "replace"), value.encode("latin-1", "replace"))
-            for name, value in request.headers.raw_items()
-        ]
-        if self._hosts is not None and (reason := explain_refusal(headers, self._hosts)):
-            return connection.respond(HTTPStatus.FORBIDDEN, f"{reason}\n")
+        if self._hosts is not None:
+            headers = [
+                (name.lower().encode("latin-1", "replace"), value.encode("latin-1", "replace"))
+                for name, value in request.headers.raw_items()
+            ]
+            if reason := explain_refusal(headers, self._hosts):
+                return connection.respond(HTTPStatus.FORBIDDEN, f"{reason}\n")
         pages: Mapping[str, Any] = {
             "/health": {"status": "healthy"},
             "/metadata": {"name": self._name, "description": f"Ratchet's {self._name}"},
@@ -233,7 +234,7 @@ class EnvironmentServer:
         return response
 
     async def play(self, socket: Any) -> None:
-        """Answer the requests of one connection until it closes. The first begins its session."""
+        """Answer the requests of one connection until it closes. Its first begins a session."""
         with suppress(import_websockets("ratchet serve-env").ConnectionClosed):
             text = await socket.recv()
             if self._n_free > 0:

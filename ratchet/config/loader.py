@@ -61,8 +61,7 @@ def load_config(
     Args:
         path: The recipe's path, or its name (`ratchet.recipes.find_recipe`).
         overrides: Keys to set, as key=value.
-        model_path: The model to start from, in place of the recipe's model; without
-            `model_option` the directory of the model that the recipe's path names.
+        model_path: The model to start from, in place of the recipe's preset or path.
         model_option: The option of the command line that gave `model_path`, such as "--from".
             Overrides that choose a model too are then an error; "" allows them.
 
@@ -87,20 +86,18 @@ def load_config(
                 f"shape: remove {model_option}, or the override of {key}"
             )
     if model_path is not None:
-        # A path in place of the recipe's own names the same model, whose overrides stay.
-        replaced = WHICH_MODEL if model_option else ("path",)
-        root.value["model"] = _with_model_path(root.get("model"), model_path, replaced)
+        root.value["model"] = _with_model_path(root.get("model"), model_path)
     if "name" not in root.value:
         stem = re.sub(r"[^\w.+-]+", "-", path.stem).lstrip("_.+-") or "run"
         root.value["name"] = Node(stem, root.origin.below("name"))
     return _validate(expand(add_import_dirs(root), problems), problems)
 
 
-def _with_model_path(model: Node | None, path: str, replaced: Sequence[str]) -> Node:
-    """Return the model's section with this path, and without the keys that it replaces."""
+def _with_model_path(model: Node | None, path: str) -> Node:
+    """Return the model's section with this path, without other keys that choose a model."""
     origin = ValueOrigin(COMMAND_LINE, None, "model")
     values = model.value if model is not None and model.is_section else {}
-    children = {key: node for key, node in values.items() if key not in replaced}
+    children = {key: node for key, node in values.items() if key not in WHICH_MODEL}
     return Node({**children, "path": Node(path, origin.below("path"))}, origin)
 
 

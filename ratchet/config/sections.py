@@ -279,6 +279,11 @@ class ClusterSection(Section):
         """True if learner and generator use the same accelerators at the same time."""
         return False
 
+    @property
+    def shares_accelerators(self) -> bool:
+        """True if learner and generator use the same accelerators, in turns or at once."""
+        return self.takes_turns or self.is_resident
+
 
 class WeightSyncSection(Section):
     """The base section of weight syncs."""

@@ -252,7 +252,7 @@ def _read_saved_names(state: str) -> list[str]:
 
 
 def _list_files_below(directory: Path) -> list[Path]:
-    """Return the files below a directory, and links to files that don't exist, which are no rows.
+    """Return the files below a directory. A broken link is among them, so that reading it fails.
 
     Raises OSError for a directory that can't be listed.
     """
@@ -263,11 +263,11 @@ def _list_files_below(directory: Path) -> list[Path]:
     locations = (
         Path(root, name) for root, _, names in os.walk(directory, onerror=refuse) for name in names
     )
-    return [path for path in sorted(locations) if not path.is_dir()]
+    return sorted(locations)
 
 
 def _list_matches(pattern: Path) -> list[Path]:
-    """Return the files that match a pattern.
+    """Return the files that match a pattern. A broken link is among them, so that reading it fails.
 
     Raises OSError if a directory that can hold matches can't be listed.
     """

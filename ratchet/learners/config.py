@@ -84,6 +84,9 @@ class DistributedConfig(LearnerSection):
     """Ranks over which layers are divided."""
     pipeline_chunks: int = Field(1, ge=1)
     """Pipeline stages on each pipeline rank; more than one interleaves them."""
+    stage_layers: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Layers of each pipeline stage, in the order of the layers; empty: about as many in each. With
+    pipeline_chunks the first stages of all ranks come first."""
     expert_parallel: int = Field(1, ge=1)
     """Data-parallel ranks over which the experts of each layer are divided."""
     micro_batch_tokens: MicroBatchTokens = "auto"
@@ -102,6 +105,12 @@ class DistributedConfig(LearnerSection):
             raise ValueError(
                 f"pipeline_chunks={self.pipeline_chunks} divides the stages of a pipeline: set "
                 "pipeline_parallel too, or remove it"
+            )
+        stages = self.pipeline_parallel * self.pipeline_chunks
+        if self.stage_layers and len(self.stage_layers) != stages:
+            raise ValueError(
+                f"stage_layers={list(self.stage_layers)} has {len(self.stage_layers)} stages, but "
+                f"pipeline_parallel x pipeline_chunks is {stages}: give {stages} numbers, or none"
             )
 
     @property
@@ -134,9 +143,6 @@ class DTensorConfig(DistributedConfig):
     """Ranks over which rows and weights are divided (FSDP)."""
     dp_replicate: int = Field(1, ge=1)
     """Replicas of the dp_shard ranks, over which rows are divided too (HSDP)."""
-    stage_layers: tuple[Annotated[int, Field(ge=1)], ...] | None = None
-    """Layers of each pipeline stage, in the order of the layers; null: about as many in each. With
-    pipeline_chunks the first stages of all ranks come first."""
     activation_checkpointing: bool = False
     """Activation (gradient) checkpointing: recompute activations in the backward. Takes about a
     third more time and much less memory."""
@@ -146,12 +152,6 @@ class DTensorConfig(DistributedConfig):
 
     def check_keys(self) -> None:
         super().check_keys()
-        stages = self.pipeline_parallel * self.pipeline_chunks
-        if self.stage_layers is not None and len(self.stage_layers) != stages:
-            raise ValueError(
-                f"stage_layers={list(self.stage_layers)} has {len(self.stage_layers)} stages, but "
-                f"pipeline_parallel x pipeline_chunks is {stages}: give {stages} numbers, or none"
-            )
         if self.attention == "varlen" and self.context_parallel > 1:
             raise ValueError(
                 "attention=varlen has no effect with context_parallel, whose ranks attend to parts "
@@ -182,9 +182,6 @@ class MegatronConfig(DistributedConfig):
     last_stage_layers: Annotated[int, Field(ge=1)] | None = None
     """Layers on the last pipeline rank (Megatron's num_layers_in_last_pipeline_stage); null: about
     as many as on the other ranks."""
-    stage_layers: tuple[Annotated[int, Field(ge=1)], ...] | None = None
-    """Layers on each pipeline rank, in order; null: first_stage_layers and last_stage_layers say
-    those of the ends."""
     distributed_optimizer: bool = True
     """Divide the optimizer state over the data-parallel ranks (ZeRO-1)."""
     overlap_gradients: bool = False
@@ -203,24 +200,11 @@ class MegatronConfig(DistributedConfig):
 
     def check_keys(self) -> None:
         super().check_keys()
-        layers, ranks = self.stage_layers, self.pipeline_parallel
-        if layers is None:
-            return
-        if self.first_stage_layers is not None or self.last_stage_layers is not None:
+        ends = self.first_stage_layers, self.last_stage_layers
+        if self.stage_layers and ends != (None, None):
             raise ValueError(
                 "stage_layers has the layers of the first and of the last rank too: remove "
                 "first_stage_layers and last_stage_layers"
-            )
-        if len(layers) != ranks:
-            raise ValueError(
-                f"stage_layers={list(layers)} has numbers for {len(layers)} pipeline ranks, and "
-                f"pipeline_parallel is {ranks}: give one number for each rank"
-            )
-        if min(layers) < self.pipeline_chunks:
-            raise ValueError(
-                f"stage_layers={list(layers)} has a rank with fewer layers than its stages "
-                f"(pipeline_chunks={self.pipeline_chunks}): give each at least "
-                f"{self.pipeline_chunks}"
             )
 
     @property

@@ -147,7 +147,8 @@ class AlignedTeacher(Teacher):
         return self._truncate(self._begin_with_bos(translation))
 
     def _begin_with_bos(self, translation: TranslatedRow) -> TranslatedRow:
-        """Return the row with the teacher's BOS in front, if the teacher needs one and has none.
+        """Return the row with the teacher's BOS in front, if the teacher needs one and the row has
+        none.
 
         The student's row has no BOS if the student's tokenizer has none.
         """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -20,7 +19,7 @@ from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.processor import Processor, load_processor
 from ratchet.data.tokenizer_config import AutoTokenizerConfig, TokenizerConfig
 from ratchet.errors import ConfigError
-from ratchet.executors.config import ClusterConfig, LocalClusterConfig
+from ratchet.executors.config import LocalClusterConfig
 from ratchet.executors.freeze import use_kernels
 from ratchet.executors.placement import ResourceRequest
 from ratchet.generators.workers.config import GeneratorWorkersConfig
@@ -70,7 +69,7 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
     learner_resources = trainer_resources or (
         [_get_driver_resources(config)] if driver_trains else []
     )
-    is_shared = bool(get_colocation(config)) and bool(learner_resources) and not on_cpu
+    is_shared = config.cluster.shares_accelerators and bool(learner_resources) and not on_cpu
     colocated_role = learner_resources[0].role if is_shared else None
     generator_resources = get_generator_resources(
         generator, on_cpu=on_cpu, colocated_role=colocated_role
@@ -93,11 +92,6 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
         assert isinstance(policy.generator, GeneratorPool), "this section builds a GeneratorPool"
         start_generators(policy.generator, generator, executor, model_source, policy.tokenizer)
     return policy
-
-
-def get_colocation(config: RunConfig) -> bool | Literal["resident"]:
-    """Return `cluster.colocated`; False for a user's own kind of cluster."""
-    return isinstance(config.cluster, ClusterConfig) and config.cluster.colocated
 
 
 def _check_torchrun(config: RunConfig) -> None:

@@ -176,8 +176,8 @@ def estimate_peak_flops(policy: Policy, config: RunConfig, index: int) -> PeakRa
     section = config.stages[index].generator
     # Generators of other kinds share the learner's accelerator.
     generators = section.workers if isinstance(section, GeneratorWorkersConfig) else 0
-    share_devices = config.cluster.takes_turns or config.cluster.is_resident
-    devices = max(learners, generators) if share_devices else learners + generators
+    shares = config.cluster.shares_accelerators
+    devices = max(learners, generators) if shares else learners + generators
     if device.type != "cuda":
         gemm = Gemm(MATRIX_SIDE, MATRIX_SIDE, MATRIX_SIDE)
         dtype = torch.bfloat16 if config.rounds_products else torch.float32

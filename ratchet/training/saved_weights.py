@@ -124,12 +124,17 @@ def replace_saved_model(config: RunConfig) -> RunConfig:
     if saved is None:
         return config
     if saved.step is None:
-        model = config.model.model_copy(update={"path": str(saved.path)})
-        return config.model_copy(update={"model": model})
+        return with_model_path(config, saved)
     check_overrides(config, saved)
     source_config = use_start_copy(load_recipe(saved.run, saved.load()), saved.run)
     changes = {"model": source_config.model, "tokenizer": source_config.tokenizer}
     return replace_saved_model(config.model_copy(update=changes))
+
+
+def with_model_path(config: RunConfig, saved: SavedWeights) -> RunConfig:
+    """Return the recipe with the path of a run's model or checkpoint as `model.path`."""
+    model = config.model.model_copy(update={"path": str(saved.path)})
+    return config.model_copy(update={"model": model})
 
 
 def check_overrides(config: RunConfig, saved: SavedWeights) -> None:

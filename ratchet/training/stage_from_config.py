@@ -21,7 +21,6 @@ from ratchet.training.build import make_run
 from ratchet.training.from_config import (
     get_adapter_base_dir,
     get_chat_template,
-    get_colocation,
     get_tokenizer_config,
 )
 from ratchet.training.run import StageRun
@@ -178,7 +177,7 @@ def build_stage_spec(config: RunConfig, index: int) -> StageSpec:
         sentinels=stage.sentinels,
         algorithm=stage.algorithm,
         weight_sync=stage.weight_sync,
-        takes_turns=get_colocation(config) is True,
+        takes_turns=config.cluster.takes_turns,
         worker_rollouts=_make_worker_rollouts(config, stage),
     )
 

@@ -34,6 +34,7 @@ from ratchet.training.saved_weights import (
     explain_relative_path,
     find_saved,
     find_start,
+    with_model_path,
 )
 from ratchet.training.session import DISK_ERRORS, TrainingSession
 from ratchet.utils.process_settings import keep_settings
@@ -163,7 +164,7 @@ def _load_recipe(
         saved = find_start(start_from, with_optimizer=with_optimizer)
         config = load_config(recipe, overrides, model_path=str(saved.path), model_option="--from")
     if saved is not None and config.model.path != str(saved.path):
-        config = load_config(recipe, overrides, model_path=str(saved.path))
+        config = with_model_path(config, saved)
     if saved is not None:
         check_overrides(config, saved)
     return config, saved

@@ -72,7 +72,7 @@ def _require_plain(path: str | Path, mode: int) -> None:
 
 
 def explain_broken_link(directory: str | Path) -> str | None:
-    """Return which link of a model directory names no file, and what to do; None without one.
+    """Return an error about a link of a model directory that names no file; None without one.
 
     Most files of a model are optional, so a reader would take such a link for an absent file.
     """
@@ -82,6 +82,8 @@ def explain_broken_link(directory: str | Path) -> str | None:
         return None
     for name in names:
         path = os.path.join(directory, name)
+        if name.startswith("."):  # an editor's lock
+            continue
         if name.endswith(MODEL_SUFFIXES) and os.path.islink(path) and not os.path.exists(path):
             return (
                 f"{path} is a link to a file that doesn't exist: copy the model with the files "

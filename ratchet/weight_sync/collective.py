@@ -115,9 +115,12 @@ class CollectiveTransport(WeightTransport):
     def send(
         self, weights: Iterator[Shard], rank: int, *, base: int | None, version: int
     ) -> list[SentPart]:
-        if (parts := _STAGED.pop(self.session, None)) is not None:
-            return self.write(iter(parts), rank)
-        return super().send(weights, rank, base=base, version=version)
+        # What a failed push has left is of another version.
+        parts = _STAGED.pop(self.session, None)
+        if base is None:
+            return super().send(weights, rank, base=base, version=version)
+        assert parts is not None, "`stage_changes` comes first"
+        return self.write(iter(parts), rank)
 
     def write(self, outgoing: Iterator[OutgoingPart], rank: int) -> list[SentPart]:
         """Send a rank's blocks through its group, and return what was sent."""

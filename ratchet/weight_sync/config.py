@@ -101,3 +101,11 @@ class DeltaWeightSyncConfig(PushSection):
     """With collective: the address at which other processes reach the driver; null: 127.0.0.1 on
     one host, else the driver's host name."""
     dtype: SentDtype = Field(default="bfloat16", description=SENT_DTYPE_DESCRIPTION)
+
+    def check_keys(self) -> None:
+        super().check_keys()
+        if self.host is not None and self.through != "collective":
+            raise ValueError(
+                f"host has no effect with through={self.through}: set through=collective, or "
+                "remove host"
+            )

@@ -8,7 +8,8 @@ were computed from. After they are applied, each block must have the sender's ch
 Peak extra memory:
 - between pushes: the model's bytes at each receiver, and the bytes of its own blocks at each rank;
 - while a block is compared: its bytes, and 9 bytes for each of its elements;
-- during a push: the transport's buffers, at most as large as for a push of whole blocks.
+- during a push: the transport's buffers, at most as large as for a push of whole blocks; through
+  collectives also all changes of a rank.
 """
 
 from __future__ import annotations

@@ -98,8 +98,13 @@ class PushWeightSync(WeightSync, Generic[TransportT]):
             try:
                 await self._push_from(base, version)
             except WeightSyncError as error:
-                log.warning("changes from version %d to %d were lost: %s", base, version, error)
-                log.warning("all weights of version %d are pushed instead", version)
+                log.warning(
+                    "the changes from version %d to %d were not applied, so all weights are "
+                    "pushed: %s",
+                    base,
+                    version,
+                    error,
+                )
                 await self._rollback()
             else:
                 return

@@ -7,6 +7,7 @@ import pytest
 import torch
 from commands.convert.test_command import run as convert
 from models.lora.test_decoder import LENGTHS, SHAPE, TOKENS, adapted, logits
+from safetensors.torch import load_file, save_file
 
 from ratchet.commands.convert.formats import FORMATS
 from ratchet.config.model_shape.decoder_config import DecoderConfig
@@ -14,7 +15,7 @@ from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.errors import CheckpointError, ConfigError, ModelError
 from ratchet.models.load import init_policy, load_policy
-from ratchet.models.lora.files import load_adapter, save_adapter
+from ratchet.models.lora.files import WEIGHTS, load_adapter, save_adapter
 
 pytestmark = pytest.mark.needs("peft")
 
@@ -133,9 +134,15 @@ def test_the_model_of_a_run_has_its_adapter_already(files):
     """An adapter of another run, trained on top of this one's model, is not in it yet."""
     (files / "config.yaml").touch()
     shutil.copytree(files / "base", files / "model")
+    copied = shutil.copytree(files / "adapter", files / "copied")
     for source in (files, files / "model"):
-        with pytest.raises(ConfigError, match=r"which is merged in .* already: name the base"):
-            convert(source, files / "merged", "hf", adapter=files / "adapter")
-    shutil.copytree(files / "adapter", files / "other" / "adapter")
-    convert(files, files / "merged", "hf", adapter=files / "other" / "adapter")
+        for adapter in (files / "adapter", copied):
+            with pytest.raises(ConfigError, match=r"which is merged in .* already: name the base"):
+                convert(source, files / "merged", "hf", adapter=adapter)
+    other = files / "other"
+    (files / "adapter").rename(other)
+    shutil.copytree(other, files / "adapter")
+    own_weights = files / "adapter" / WEIGHTS
+    save_file({name: w + 1 for name, w in load_file(own_weights).items()}, own_weights)
+    convert(files, files / "merged", "hf", adapter=other)
     check_merged(files / "merged")

@@ -113,16 +113,16 @@ REFUSED += [
     ),
     (
         f"{MEGATRON} learner.pipeline_parallel=2 learner.stage_layers=[1,2]",
-        "learner.stage_layers=[1, 2] has 3 layers, and the model has 2. Set numbers whose sum is 2.",
+        "learner.stage_layers=[1, 2] has 3 layers, but the model has 2. Set numbers that add up to 2.",
     ),
     (
         f"{MEGATRON} learner.stage_layers=[1,1]",
-        "has numbers for 2 pipeline ranks, and pipeline_parallel is 1: give one number for each",
+        "has 2 stages, but pipeline_parallel x pipeline_chunks is 1: give 1 numbers, or none",
     ),
     (
         f"{MEGATRON} learner.pipeline_parallel=2 learner.pipeline_chunks=2 "
         "learner.stage_layers=[1,3]",
-        "has a rank with fewer layers than its stages (pipeline_chunks=2): give each at least 2",
+        "has 2 stages, but pipeline_parallel x pipeline_chunks is 4: give 4 numbers, or none",
     ),
     (
         f"{MEGATRON} learner.pipeline_parallel=2 learner.stage_layers=[1,1] "

@@ -113,6 +113,15 @@ def is_check(frame) -> bool:
     return inspect.isclass(cls) and issubclass(cls, Section) and method.startswith("_")
 
 
+def is_declaration(frame) -> bool:
+    """True if the frame is of a module that declares keys: a key is not alive because its own
+    checks read it."""
+    module = frame.f_globals.get("__name__", "")
+    reads = ("ratchet.config.model_shape.", "ratchet.environments.")
+    declares = ".config" in module and not module.startswith(reads)
+    return declares or module == Sampling.__module__ or is_check(frame)
+
+
 class Reads:
     """(class, field) of everything that a frame of the product has read, while it is watching."""
 
@@ -128,13 +137,14 @@ class Reads:
 
         def read(section, name):
             frame = sys._getframe(1)
-            module = frame.f_globals.get("__name__", "")
-            # A key is not alive because its own checks read it.
-            declares = ".config" in module and not module.startswith(
-                ("ratchet.config.model_shape.", "ratchet.environments.")
-            )
-            declares |= module == Sampling.__module__ or is_check(frame)
-            if module.startswith("ratchet.") and not declares:
+            # A property of a declaring module reads for its own reader.
+            while frame.f_code is read.__code__ or (
+                is_declaration(frame)
+                and isinstance(getattr(type(section), frame.f_code.co_name, None), property)
+            ):
+                frame = frame.f_back
+            is_product = frame.f_globals.get("__name__", "").startswith("ratchet.")
+            if is_product and not is_declaration(frame):
                 seen.add((SamplingConfig if type(section) is Sampling else type(section), name))
             return object.__getattribute__(section, name)
 

@@ -271,6 +271,10 @@ CLASHES = [
         "learner.kind=megatron can't freeze weights of the model: set learner.kind=dtensor or local",
     ),
     (
+        {"weight_sync": "{kind: delta, host: 10.0.0.1}"},
+        "host has no effect with through=files: set through=collective, or remove host",
+    ),
+    (
         {"learner": "{kind: dtensor, pipeline_parallel: 2, stage_layers: [1]}"},
         "stage_layers=[1] has 1 stages, but pipeline_parallel x pipeline_chunks is 2: give 2 numbers",
     ),

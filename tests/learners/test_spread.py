@@ -1,6 +1,7 @@
 """A learner that is spread over ranks computes what one process computes: losses, gradients,
 weights, columns."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -54,9 +55,21 @@ OF_EXPERTS = {
     "fsdp2": ({"shards": 2}, {}),
     "pp2 x ep2": ({"pipeline": 2, "shards": 2, "experts": 2}, {}),
 }
-SHAPES = {"tied": SHAPE, "untied": UNTIED, "sparse": SPARSE}
+OF_FIVE_LAYERS = {
+    "pp2 interleaved unequal": (
+        {"pipeline": 2},
+        {"pipeline_chunks": 2, "stage_layers": (1, 1, 2, 1)},
+    ),
+}
+SHAPES = {
+    "tied": SHAPE,
+    "untied": UNTIED,
+    "sparse": SPARSE,
+    "five layers": replace(SHAPE, n_layers=5),
+}
+OTHER_CASES = {"sparse": OF_EXPERTS, "five layers": OF_FIVE_LAYERS}
 ALL = [(shape, name) for shape in ("tied", "untied") for name in TOPOLOGIES] + [
-    ("sparse", name) for name in OF_EXPERTS
+    (shape, name) for shape, cases in OTHER_CASES.items() for name in cases
 ]
 
 
@@ -68,7 +81,7 @@ def expected(name):
 def plain(case):
     """The arguments of a case."""
     kind, name = case
-    topology, options = (OF_EXPERTS if kind == "sparse" else TOPOLOGIES)[name]
+    topology, options = OTHER_CASES.get(kind, TOPOLOGIES)[name]
     return topology, SHAPES[kind], STEPS, options, torch.float64
 
 

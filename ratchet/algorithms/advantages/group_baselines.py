@@ -36,6 +36,8 @@ from ratchet.algorithms.filters import keep_rows
 from ratchet.batch import Batch
 from ratchet.errors import ConfigError
 
+KNOWN_PART = "known_part/"  # state: begins the names of parts that a batch has had
+
 
 def group_relative(
     batch: Batch,
@@ -171,7 +173,7 @@ def gdpo(
     names.
     """
     attempts = collect_attempts(batch)
-    known_names = list_known_parts(batch, state)
+    known_names = record_parts(batch, state)
     if batch.n_sequences:
         require_parts(known_names, weights)
     total_A = torch.zeros_like(attempts.rewards_A)
@@ -198,14 +200,13 @@ def list_parts(batch: Batch) -> list[str]:
     return [name.removeprefix(prefix) for name in batch.sequence_columns if name.startswith(prefix)]
 
 
-def list_known_parts(batch: Batch, state: AlgoState) -> list[str]:
-    """Return the names of the reward's parts in this batch and in earlier ones, as `state` says.
+def record_parts(batch: Batch, state: AlgoState) -> list[str]:
+    """Record the names of the batch's parts of the reward in `state`, and return all recorded.
 
     A part may belong to some tasks only, of which a small batch may have none.
     """
-    prefix = "known_part/"
-    state.numbers |= {f"{prefix}{name}": 1.0 for name in list_parts(batch)}
-    return [name.removeprefix(prefix) for name in state.numbers if name.startswith(prefix)]
+    state.numbers |= {f"{KNOWN_PART}{name}": 1.0 for name in list_parts(batch)}
+    return [name.removeprefix(KNOWN_PART) for name in state.numbers if name.startswith(KNOWN_PART)]
 
 
 def require_parts(names: list[str], weights: Mapping[str, float] | None) -> None:
@@ -220,5 +221,5 @@ def require_parts(names: list[str], weights: Mapping[str, float] | None) -> None
         required = f"weights name {', '.join(missing)}" if missing else "parts are needed"
         raise ConfigError(
             f"{required}, but {available}: use names of the stage's rewards, or of the parts that "
-            "they return"
+            "they return; if only some tasks have such a part, raise batch_size"
         )

@@ -8,6 +8,7 @@ if `verify` is true, and then renamed to the target.
 from __future__ import annotations
 
 import fcntl
+import filecmp
 import json
 import os
 import shutil
@@ -30,6 +31,7 @@ from ratchet.commands.convert.merge_lora import merge_adapter
 from ratchet.commands.convert.verify import N_TOKENS, compute_test_logits, explain_missing_logits
 from ratchet.errors import CheckpointError, ConfigError, ModelError
 from ratchet.models.load import copy_companions, find_model
+from ratchet.models.lora.files import WEIGHTS as ADAPTER_WEIGHTS
 from ratchet.models.lora.files import StoredAdapter, load_adapter
 from ratchet.models.weights.checksums import checksum
 from ratchet.models.weights.hf_weights import read_json
@@ -194,7 +196,9 @@ def _load_adapter(source: str, adapter: Path) -> StoredAdapter:
 
 def check_not_merged(source: str, run: Path, adapter: Path) -> None:
     """Raise ConfigError if `run` trained the adapter, which its model `source` has merged."""
-    if adapter.resolve() == (run / ADAPTER).resolve():
+    own_weights, weights = (path / ADAPTER_WEIGHTS for path in (run / ADAPTER, adapter))
+    has_both = own_weights.is_file() and weights.is_file()
+    if has_both and filecmp.cmp(own_weights, weights, shallow=False):
         raise ConfigError(
             f"{run} trained this adapter, which is merged in {source} already: name the base model "
             "(adapter_config.json has its name), or remove --merge-lora"

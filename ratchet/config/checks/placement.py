@@ -111,7 +111,8 @@ def _check_resident(stage: StageConfig) -> Iterator[Conflict]:
             "cluster.colocated",
             "generator.kind",
         )
-    if stage.weight_sync.reads_accelerator:
+    # `_check_weight_transfer` has its own words for a generator that needs NCCL.
+    if stage.weight_sync.reads_accelerator and not stage.generator.sampler.reads_accelerator:
         yield clash(
             "cluster.colocated=resident has two processes on one accelerator, which NCCL can't "
             "connect: set weight_sync.kind=auto",
@@ -130,6 +131,14 @@ def _check_weight_transfer(stage: StageConfig, config: RunConfig) -> Iterator[Co
         yield clash(
             f"{key}=ipc reads weights on the learner's accelerator, and cluster.colocated has them "
             f"in main memory during a push: set {key}=auto",
+            key,
+            "cluster.colocated",
+        )
+        return
+    if config.cluster.is_resident:
+        yield clash(
+            f"{key}=ipc needs NCCL between processes, which can't connect two on one accelerator: "
+            f"set {key}=auto",
             key,
             "cluster.colocated",
         )

@@ -16,7 +16,7 @@ from ratchet.environments.adapters.reset_step import (
 from ratchet.errors import ConfigError, MissingDependency
 from ratchet.rewards.integrations.base import read_number
 
-# A whole number with its sign; the hyphen of "option-1" is none.
+# A whole number with its sign. A hyphen inside a word, as in option-1, is not a sign.
 NUMBER = re.compile(r"(?<!\w)-?[0-9]+(?!\w)")
 
 

@@ -118,23 +118,22 @@ class ResetStepEnvironment(SeededTasks):
     def _begin(self, seed: int) -> Observation:
         if self.inner is None:
             self.inner = self.make_inner()
-        result = self.inner.reset(seed=seed)
-        self._check_result("reset", result, RESET_RESULT)
+        result = self._read_result("reset", self.inner.reset(seed=seed), RESET_RESULT)
         return self.make_first_observation(*result)
 
-    def step_inner(self, action: Any) -> tuple[Any, Any, Any, Any, Mapping[str, Any]]:
+    def step_inner(self, action: Any) -> tuple[Any, ...]:
         """Return what the inner `step` returns. Raises DataError if it has another form."""
-        result = self.inner.step(action)
-        self._check_result("step", result, STEP_RESULT)
-        return result
+        return self._read_result("step", self.inner.step(action), STEP_RESULT)
 
-    def _check_result(self, method: str, result: Any, names: Sequence[str]) -> None:
+    def _read_result(self, method: str, result: Any, names: Sequence[str]) -> tuple[Any, ...]:
+        """Return a result of `reset` or `step`, whose last value, the info, may be None."""
         is_row = isinstance(result, tuple | list) and len(result) == len(names)
-        if not is_row or not isinstance(result[-1], Mapping):
+        if not is_row or not isinstance(result[-1], Mapping | None):
             raise DataError(
                 f"{self.name}: {method} returned {result!r:.80}. It must return "
-                f"({', '.join(names)}), as environments of Gymnasium do, and info a dict."
+                f"({', '.join(names)}), as environments of Gymnasium do, with a dict as info."
             )
+        return *result[:-1], result[-1] or {}
 
     async def _call(self, function: Callable[[], T]) -> T:
         return await call_in_thread(

@@ -114,6 +114,11 @@ class VerifiersEnvironment(Rows):
             )
             self.inner_tasks[converted_task.id] = task
             self._rows[split].append(converted_task)
+        self._read_ids = {id(task) for task in tasks}
+
+    def is_made_in_play(self, task: vf.Task) -> bool:
+        """True if a task is not one of the taskset, whose needs were read at the start."""
+        return id(task) not in self._read_ids
 
     def rows(self, split: Split) -> Sequence[Task]:
         return self._rows[split]
@@ -252,7 +257,7 @@ class _Seat:
 
     @asynccontextmanager
     async def interaction(self, task: vf.Task) -> AsyncIterator[_Conversation]:
-        if needs_rollout(task):
+        if self.environment.is_made_in_play(task) and needs_rollout(task):
             raise DataError(
                 f"the environment plays a {type(task).__name__} with tools or a runtime, which the "
                 f"tasks of its taskset lack: {PROXY_HINT}"

@@ -45,11 +45,11 @@ def needs_rollout(task: vf.Task) -> bool:
         or any(hook_boundary(stop, allow_trace=True) is not Trace for stop in task.hooks("stop"))
         or any(
             "runtime" in inspect.signature(function).parameters
-            for function in (
-                *task.hooks("reward"),
-                *task.hooks("metric"),
-                *(judge.score for judge in task.plugged_judges()),
-            )
+            for function in (*task.hooks("reward"), *task.hooks("metric"))
+        )
+        or any(
+            "runtime" in inspect.signature(judge.score).parameters
+            for judge in task.plugged_judges()
         )
     )
 
@@ -73,6 +73,7 @@ def get_trace_type() -> type[vf.Trace]:
 
 
 def _hide_tokens(trace: vf.Trace) -> None:
+    """Let a trace's counts of tokens raise DataError. verifiers makes the trace itself."""
     trace.__class__ = get_trace_type()
 
 

@@ -49,7 +49,8 @@ class ResumableGenerator(GeneratorWrapper):
         self._is_interrupted = False
         self._n_running = 0  # requests that `inner` has
         self._numbers = itertools.count()
-        # Requests that wait for `resume_requests`, by (number of the group, seed, own number).
+        # Requests that wait for `resume_requests`, by (number of the group, seed, number of
+        # the request).
         self._waiting: dict[tuple[int, int, int], asyncio.Future[None]] = {}
 
     async def generate(
@@ -98,10 +99,9 @@ class ResumableGenerator(GeneratorWrapper):
         Args:
             count_playing: Returns the number of attempts in flight.
         """
-        self._is_interrupted = True
-        self.inner.abort()
         try:
             async with asyncio.timeout(INTERRUPT_TIMEOUT_S):
+                await self.interrupt_running()
                 await _let_tasks_continue()
                 while len(self._waiting) < count_playing():
                     await asyncio.sleep(POLL_S)

@@ -305,8 +305,7 @@ class DTensorLearner(RankLearner):
 
         Its first use is a collective operation, so all ranks must use it at the same time.
         """
-        names = {piece.name for shard in self.frozen for piece in shard.pieces}
-        return fingerprint_across_ranks(self.blocks("base"), names, self.forward.device)
+        return fingerprint_across_ranks(self.blocks("base"))
 
     def save(self, directory: Path) -> None:
         numbers: dict[str, Any] = {}

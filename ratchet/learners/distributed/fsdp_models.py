@@ -37,7 +37,7 @@ def make_shard(config: DTensorConfig, mesh: Mesh) -> DistributedShard:
         mesh.context,
         mesh.experts,
         sequence=config.sequence_parallel,
-        stages=list_stage_indices(pipeline, config.pipeline_chunks, config.stage_layers or ()),
+        stages=list_stage_indices(pipeline, config.pipeline_chunks, config.stage_layers),
     )
 
 

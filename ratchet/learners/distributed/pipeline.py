@@ -36,7 +36,7 @@ class SeededStage(PipelineStage):
     """A pipeline stage that sets the seed of the adapters' dropout for each micro-batch.
 
     The backward of a micro-batch needs its seed too, because activation checkpointing then
-    recomputes its activations. Between its forward and its backward others run.
+    recomputes its activations. Other micro-batches run between the two.
     """
 
     seeds: Sequence[int] = ()  # the seed of each micro-batch; (): nothing is dropped

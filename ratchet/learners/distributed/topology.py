@@ -109,7 +109,7 @@ def build_first_shard(config: DTensorConfig) -> ModelShard:
     pipeline = ShardIndex(0, config.pipeline_parallel)
     return ModelShard(
         ShardIndex(0, config.tensor_parallel),
-        list_stage_indices(pipeline, config.pipeline_chunks, config.stage_layers or ())[0],
+        list_stage_indices(pipeline, config.pipeline_chunks, config.stage_layers)[0],
         ShardIndex(0, config.expert_parallel),
     )
 
@@ -125,5 +125,5 @@ def build_megatron_sizes(config: MegatronConfig) -> MegatronSizes:
         sequence=config.sequence_parallel,
         first_layers=config.first_stage_layers,
         last_layers=config.last_stage_layers,
-        stage_layers=config.stage_layers or (),
+        stage_layers=config.stage_layers,
     )

@@ -43,8 +43,7 @@ from ratchet.learners.megatron.offload import (
 from ratchet.learners.megatron.state import load_state, save_state
 from ratchet.learners.optim.step_rules import OptimizerStepRules
 from ratchet.models.convert.dimensions import Dimensions
-from ratchet.models.convert.megatron import MegatronShard, megatron_layout
-from ratchet.models.convert.packed_experts import find_packed_name, pack_blocks
+from ratchet.models.convert.packed_experts import pack_blocks
 from ratchet.models.convert.stacked_experts import stack_block
 from ratchet.models.layers.expert_routing import RouterMonitor
 from ratchet.models.layers.packed_inputs import PackedInputs
@@ -293,11 +292,7 @@ class MegatronLearner(RankLearner):
         """
         if self.model.adapter is None:
             return None
-        whole = megatron_layout(self.dimensions, MegatronShard())
-        names = {piece.name for pieces in whole.values() for piece in pieces}
-        if self.dimensions.has_packed_experts:
-            names = set(map(find_packed_name, names))
-        return fingerprint_across_ranks(self.blocks("base"), names, self.forward.device)
+        return fingerprint_across_ranks(self.blocks("base"))
 
     def save(self, directory: Path) -> None:
         save_state(directory, self.model, self.optimizer, self.step_rules, self.base_fingerprint)

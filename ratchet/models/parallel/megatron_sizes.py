@@ -5,6 +5,7 @@ This module does not import Megatron.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -81,34 +82,29 @@ class Fp8Format:
 
 @dataclass(frozen=True)
 class PipelineStage(StageIndex):
-    """The index of a pipeline stage of Megatron, where numbers of layers belong to ranks.
+    """The index of a pipeline stage, where the ranks at the ends may have numbers of layers.
 
     Stages are numbered as in `MegatronShard`: with p pipeline ranks, stage s is on rank s % p.
     """
 
     chunks: int = 1  # stages of each rank
-    # Layers of each rank; None: about as many as other such ranks. (): of all ranks.
-    rank_layers: tuple[int | None, ...] = ()
+    first_layers: int | None = None  # layers of the first rank; None: an even share of the rest
+    last_layers: int | None = None  # layers of the last rank; None: an even share of the rest
 
-    def range(self, total: int) -> range:
-        """Return the indices of this stage's layers among `total` layers."""
-        sizes = self.count_layers(total)
-        start = sum(sizes[: self.index])
-        return range(start, start + sizes[self.index])
+    def count_layers(self, total: int) -> Sequence[int]:
+        """Return the number of layers of each stage of a model with `total` layers.
 
-    def count_layers(self, total: int) -> list[int]:
-        """Return the number of layers of each stage.
-
-        Without sizes of ranks, the stages have about as many layers each. Otherwise the ranks
-        without a size do, and each rank divides its layers among its stages.
+        If a rank at an end has a number, the other ranks share the rest, and each rank divides its
+        layers among its stages.
         """
-        if not self.rank_layers:
-            stages = (ShardIndex(stage, self.count) for stage in range(self.count))
-            return [len(stage.range(total)) for stage in stages]
-        others = self.rank_layers.count(None)
-        rest = total - sum(layers for layers in self.rank_layers if layers is not None)
-        shares = iter(len(ShardIndex(i, others).range(rest)) for i in range(others))
-        by_rank = [next(shares) if layers is None else layers for layers in self.rank_layers]
+        if self.first_layers is None and self.last_layers is None:
+            return super().count_layers(total)
+        first = [] if self.first_layers is None else [self.first_layers]
+        last = [] if self.last_layers is None else [self.last_layers]
+        ranks = self.count // self.chunks
+        others = ranks - len(first) - len(last)
+        rest = total - sum(first) - sum(last)
+        by_rank = first + [len(ShardIndex(i, others).range(rest)) for i in range(others)] + last
         return [
             len(ShardIndex(chunk, self.chunks).range(layers))
             for chunk in range(self.chunks)
@@ -129,39 +125,29 @@ class MegatronSizes:
     experts: int = 1
     chunks: int = 1  # stages per rank of an interleaved pipeline
     sequence: bool = False  # sequence parallelism, see `ratchet.models.parallel.tensor_parallel`
-    first_layers: int | None = None  # layers of the first pipeline rank; None: about as others
-    last_layers: int | None = None  # layers of the last pipeline rank; None: about as others
-    stage_layers: tuple[int, ...] = ()  # layers of each pipeline rank, in place of these two
+    first_layers: int | None = None  # layers of the first pipeline rank, see `PipelineStage`
+    last_layers: int | None = None  # layers of the last pipeline rank
+    stage_layers: tuple[int, ...] = ()  # layers of each pipeline stage, in place of these two
 
     def stage(self, rank: int, chunk: int = 0) -> PipelineStage:
         """Return the index of a pipeline rank's chunk among all pipeline stages."""
         return PipelineStage(
             rank + self.pipeline * chunk,
             self.pipeline * self.chunks,
-            chunks=self.chunks,
-            rank_layers=self._rank_layers,
+            self.stage_layers,
+            self.chunks,
+            self.first_layers,
+            self.last_layers,
         )
-
-    @property
-    def _rank_layers(self) -> tuple[int | None, ...]:
-        """The layers of each pipeline rank, see `PipelineStage`."""
-        if self.stage_layers:
-            return self.stage_layers
-        if self.first_layers is None and self.last_layers is None:
-            return ()
-        return (self.first_layers, *[None] * (self.pipeline - 2), self.last_layers)
 
     def check(self, shape: DecoderConfig) -> None:
         """Raise ModelError if Megatron Core can't divide or build the decoder."""
-        stages = self.pipeline * self.chunks
-        shard = ModelShard(
-            ShardIndex(0, self.tensor), StageIndex(0, stages), ShardIndex(0, self.experts)
-        )
+        shard = ModelShard(ShardIndex(0, self.tensor), self.stage(0), ShardIndex(0, self.experts))
         # Unlike the built-in decoder, Megatron has biases under tensor parallelism too.
         shard.check(replace(shape, out_bias=False, mlp_bias=False))
         if isinstance(shape, MegatronDecoderConfig):
             self._check_family(shape)
-        self._check_stage_layers(shape.n_layers)
+        self._check_ends(shape.n_layers)
         if shape.n_experts and self.tensor > 1 and not self.sequence:
             raise ModelError(
                 "experts under tensor parallelism need learner.sequence_parallel=true: without it "
@@ -176,13 +162,8 @@ class MegatronSizes:
             totals["rows of latent keys"] = shape.latent.kv_rank + shape.rotary_dim
         check_even(self.tensor, totals)
 
-    def _check_stage_layers(self, layers: int) -> None:
-        """Raise ModelError if pipeline ranks have other layers than the model in all."""
-        if self.stage_layers and sum(self.stage_layers) != layers:
-            raise ModelError(
-                f"learner.stage_layers={list(self.stage_layers)} has {sum(self.stage_layers)} "
-                f"layers, and the model has {layers}. Set numbers whose sum is {layers}."
-            )
+    def _check_ends(self, layers: int) -> None:
+        """Raise ModelError if the first and the last rank leave no layers for other stages."""
         layers_by_key = {
             f"learner.{name}_stage_layers": size
             for name, size in (("first", self.first_layers), ("last", self.last_layers))

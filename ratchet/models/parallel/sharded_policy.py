@@ -193,10 +193,9 @@ class DistributedPolicy(DecoderPolicy):
     def merge(self) -> None:
         raise AssertionError("the configuration allows no stage after one with an adapter on ranks")
 
-    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self.canonical_weights()
-
     def canonical_weights(self) -> Iterator[tuple[str, Tensor]]:
         raise AssertionError(
             "a rank has only blocks of weights: see ratchet.models.weights.weight_layout"
         )
+
+    adapter_weights = canonical_weights

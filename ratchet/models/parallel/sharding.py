@@ -38,11 +38,15 @@ class StageIndex(ShardIndex):
 
     layers: tuple[int, ...] = ()
 
+    def count_layers(self, total: int) -> Sequence[int]:
+        """Return the number of layers of each stage of a model with `total` layers."""
+        shares = (ShardIndex(i, self.count) for i in range(self.count))
+        return self.layers or [len(share.range(total)) for share in shares]
+
     def range(self, total: int) -> range:
-        if not self.layers:
-            return super().range(total)
-        start = sum(self.layers[: self.index])
-        return range(start, start + self.layers[self.index])
+        sizes = self.count_layers(total)
+        start = sum(sizes[: self.index])
+        return range(start, start + sizes[self.index])
 
     def check(self, total: int) -> None:
         """Raise ModelError if a model's layers can't be divided into such stages."""

@@ -13,7 +13,7 @@ T = tokens, t = tokens of a rank, d = hidden size.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -69,15 +69,13 @@ class TokenShards:
         def enter(_: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
             return _change_hidden(args, named, self.enter)
 
-        def finish(_: nn.Module, __: object, output: Any) -> Any:
-            if isinstance(output, tuple):
-                return self._finish(output[0]), *output[1:]
-            return self._finish(output)
+        def change_output(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+            def hook(_: nn.Module, __: object, output: Any) -> Any:
+                if isinstance(output, tuple):
+                    return change(output[0]), *output[1:]
+                return change(output)
 
-        def keep_own(_: nn.Module, __: object, output: Any) -> Any:
-            if isinstance(output, tuple):
-                return self._keep_own(output[0]), *output[1:]
-            return self._keep_own(output)
+            return hook
 
         blocks = {model.get_submodule(path) for path in self.blocks}
         # Attentions without divided layers, which get all tokens too.
@@ -89,12 +87,12 @@ class TokenShards:
             if _takes_mask(module) and blocks.isdisjoint(module.modules())
         ]
         for attention in whole_attentions:
-            attention.register_forward_hook(keep_own)
+            attention.register_forward_hook(change_output(self._drop_others))
         for module in (*blocks, *whole_attentions):
             module.register_forward_pre_hook(enter, with_kwargs=True)
         for layers in self._stages:
             layers[0].register_forward_pre_hook(take_own, with_kwargs=True)
-            layers[-1].register_forward_hook(finish)
+            layers[-1].register_forward_hook(change_output(self._finish))
 
     def list_partial(self, model: nn.Module) -> set[str]:
         """Return the names of undivided parameters of which a rank has a part of the gradient.
@@ -122,8 +120,8 @@ class TokenShards:
         self._tokens = x_1Td.shape[-2]
         return take_own_columns(self._pad(x_1Td).transpose(-2, -1), self.group).transpose(-2, -1)
 
-    def _keep_own(self, x_1Td: Tensor) -> Tensor:
-        """Return this rank's tokens, of whose states alone it then has the gradient."""
+    def _drop_others(self, x_1Td: Tensor) -> Tensor:
+        """Return this rank's tokens. The backward gives the other tokens no gradient."""
         return self._pad(x_1Td).tensor_split(self.group.size(), dim=-2)[self.group.rank()]
 
     def _finish(self, x_1td: Tensor) -> Tensor:
@@ -136,7 +134,7 @@ class TokenShards:
 
 
 def _takes_mask(module: nn.Module) -> bool:
-    """True for an attention."""
+    """True if a module is an attention, by its argument `attention_mask`."""
     return "attention_mask" in inspect.signature(module.forward).parameters
 
 

@@ -163,19 +163,19 @@ class WeightFiles:
             files = _read_index(directory)
             names = sorted(set(files.values()))
             missing = next((name for name in names if not (directory / name).exists()), None)
-            if has_whole and WEIGHTS not in names:
-                # transformers leaves the index of an earlier save in its place, without the files.
-                if missing is None:
-                    raise ModelError(
-                        f"{directory} has both {WEIGHTS} and the files of {INDEX}, and one of the "
-                        "two is from an earlier save: remove that one"
-                    )
-            elif missing is not None:
+            names_others = has_whole and WEIGHTS not in names
+            if names_others and missing is None:
+                raise ModelError(
+                    f"{directory} has both {WEIGHTS} and the files of {INDEX}, and one of the two "
+                    "is from an earlier save: remove that one"
+                )
+            if not names_others and missing is not None:
                 raise ModelError(
                     f"{directory} is incomplete: {INDEX} names {missing}, which is missing"
                 )
-            else:
+            if not names_others:
                 return cls(directory, files)
+            # transformers leaves the index of an earlier save in its place, without its files.
         if has_whole:
             with _open(directory / WEIGHTS) as weight_file:
                 return cls(directory, dict.fromkeys(weight_file.keys(), WEIGHTS))

@@ -90,7 +90,8 @@ SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(r"\\sqrt([0-9a-zA-Z])"), r"\\sqrt{\1}"),
     (MINUS_SIGNS, "-"),
     (re.compile(r"^(?i:minus|negative) ?(?=[0-9.$\\])"), "-"),
-    (re.compile(r"(?:(?<=[0-9]) |(?<=:[0-9][0-9]))[ap]\.?m\.?$", re.IGNORECASE), ""),
+    # A time of day. `end_with_different_suffixes` tells morning from afternoon.
+    (re.compile(r"^((?:1[0-2]|0?[1-9])(?::[0-5][0-9])?) ?[ap]\.?m\.?$", re.IGNORECASE), r"\1"),
     # Spaces between digits stay: "1 1/2" is no "11/2". A space that separates thousands is removed.
     (re.compile(r"(?<!\d) +| +(?!\d)"), ""),
     (re.compile(r"(?<![\d.,/ ])(\d{1,3}(?: +\d{3})+)(?![\d/])"), _join_thousands),
@@ -119,7 +120,7 @@ SUM = re.compile(r"\+|[\w})]\s*-")
 # A currency before or after a number. A dollar sign of two surrounds a formula.
 CURRENCY = re.compile(
     r"(?P<dollar>^-?(?:US)?(?:\\?\$|USD)-? ?[0-9.][^$]*$|\b(?:dollars?|USD)\W*$)"
-    r"|(?P<euro>^-?€|(?:\beuros?|€)\W*$)|(?P<cent>(?:\bcents?|¢)\W*$)"
+    r"|(?P<euro>^-?€|(?:\beuros?|€)[^\w€]*$)|(?P<cent>(?:\bcents?|¢)[^\w¢]*$)"
 )
 # A unit at the end, as in 5\text{ cm}^2, 5 km/h and 5 miles per hour.
 UNIT = re.compile(
@@ -212,8 +213,8 @@ def name_different_variables(a: str, b: str) -> bool:
 def end_with_different_suffixes(a: str, b: str) -> bool:
     """True if both answers end with AM or PM, a word of scale or a unit, and these differ.
 
-    So "9 AM" is not "9 PM", and "5 cm" is neither "5 m" nor "5 cm^2", which algebra takes for
-    equal. Nor is "10 cents" "\\$10".
+    So "9 AM" is not "9 PM", "10 cents" is not "\\$10", and "5 cm" is neither "5 m" nor "5 cm^2",
+    which algebra takes for equal.
     """
     return any(
         len({read(text) for text in (a, b)} - {None}) == 2
@@ -223,10 +224,13 @@ def end_with_different_suffixes(a: str, b: str) -> bool:
 
 def _read_suffix(text: str) -> tuple[str, ...] | None:
     """Return AM or PM, the word of scale, or the unit and its power, at the end of an answer."""
-    text = text.strip(" .}$")
+    text = spell_latex(text).strip(" .}$")
     match = SUFFIX.search(text)
-    # In 4m^2 + 2s^2 these letters are variables.
-    if match is None or SUM.search(text, 0, match.start()):
+    if match is None:
+        return None
+    # In 4m^2 + 2s^2 these letters are variables, unlike that of 1 + 2\text{ m}.
+    before = text[: match.start()].rstrip()
+    if len(match[1]) == 1 and not before.endswith("{") and SUM.search(before):
         return None
     parts = PER.split(match[1].casefold().replace(".", ""))
     return (*(UNITS.get(part, part) for part in parts), match[2] or "")

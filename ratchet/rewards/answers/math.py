@@ -69,11 +69,12 @@ DECIMALS = re.compile(r"\.[0-9]*[1-9]")
 WITH_BASE = re.compile(r"[0-9A-Z]+_\{?([0-9]+)\}?")
 # Matches answers to several parts, "(a) 5 (b) 6", which math-verify multiplies.
 PARTS = re.compile(r"\((?:a|i|1)\)\s*[^()\s].*\((?:b|ii|2)\)\s*[^()\s]", re.DOTALL)
+SPACES = r"(?:\s|~|\\[,;: ])*"
 # Matches "5 6", which math-verify adds up to 11, but not "\\log_2 8"; and "2\\text{ hours }30", of
 # which it takes the first number.
 SIDE_BY_SIDE = re.compile(
     r"(?<![_0-9])[0-9]+(?:\s|\\(?:[,;: ]|q?quad))+[0-9]"
-    rf"|[0-9]\s*\\(?:text|mathrm)\{{\s*(?:{'|'.join(UNITS)})\s*\}}\s*[0-9]"
+    rf"|[0-9]{SPACES}\\(?:text|mathrm)\{{\s*(?:{'|'.join(UNITS)})\b[^{{}}]*\}}{SPACES}[0-9]"
 )
 
 
@@ -138,7 +139,7 @@ class Math(FinalAnswer):
         if (
             self._workers is None
             or len(answer) > MAX_ALGEBRA_CHARS
-            or SIDE_BY_SIDE.search(answer)
+            or any(SIDE_BY_SIDE.search(text) for text in (answer, gold))
             or PARTS.search(answer)
             or _are_plain_numbers(answer, gold)
             or _have_different_bases(answer, gold)

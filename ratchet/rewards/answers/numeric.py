@@ -73,6 +73,7 @@ SYMBOLS = re.compile("(?P<power>[⁺⁻]?[⁰¹²³⁴-⁹]+)|(?P<fraction>[¼-�
 
 FRACTION = r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}"
 LATEX_REPLACEMENTS = (
+    (re.compile(r"<([-+$]?[0-9][0-9.,]*)>"), r"\1"),  # a placeholder's brackets
     (re.compile(r"(\\[dt]?frac) ?([0-9]) ?([0-9])"), r"\1{\2}{\3}"),
     (re.compile(rf"(?<=[0-9]) ?{FRACTION}"), r" \1/\2"),  # a mixed number
     (re.compile(FRACTION), r"\1/\2"),
@@ -148,7 +149,7 @@ def read_number(text: str) -> Fraction | None:
     Signs, thousands commas, decimals, exponents, fractions (3/4, \\frac{3}{4}), mixed numbers
     (1 1/2) and words of scale (5 million) are read. Currency, units and per cent around it are
     ignored (50% is 50). A number longer than MAX_DIGITS, or in a power, a root, a logarithm, a
-    multiple of pi or a bound (\\leq 5, <5), is None.
+    multiple of pi or a bound (\\leq 5, <5; not >5, which may end a tag), is None.
     """
     return _read_single(_remove_latex(text))
 

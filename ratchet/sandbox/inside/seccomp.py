@@ -167,11 +167,11 @@ def allow_unix_streams() -> list[Instruction]:
 
 
 def build_limit_filter() -> list[Instruction]:
-    """Return the filter that lets prlimit read the caller's limits, and set none.
+    """Return the filter that lets prlimit read the caller's limits.
 
-    The process id must be 0, and the pointer to new limits null (in both halves). Programs with
-    deep recursion set the limit of the stack, which is 64 MiB here: that call succeeds, and does
-    nothing. It must not ask for the previous limit.
+    Setting the stack's succeeds and does nothing, because programs with deep recursion do it.
+    Setting another limit fails. The process id must be 0. A call that sets a limit must not ask for
+    the previous one (a null pointer, in both halves).
     """
     return [
         load_argument(0),
@@ -186,6 +186,9 @@ def build_limit_filter() -> list[Instruction]:
         (JUMP_EQUAL, 1, 0, resource.RLIMIT_STACK),
         return_error(),
         load_argument(3),
+        (JUMP_EQUAL, 1, 0, 0),
+        return_error(),
+        (LOAD, 0, 0, 44),
         (JUMP_EQUAL, 1, 0, 0),
         return_error(),
         return_action(FAIL | 0),

@@ -25,7 +25,10 @@ WRONG = [
     ([RESIDENT], "generator.kind=engine has none: set generator.kind=workers, or remove cluster"),
     ([RESIDENT, WORKERS, "weight_sync={kind: collective, backend: nccl}"],
      "which NCCL can't connect: set weight_sync.kind=auto"),
-    (["cluster.colocated=sometimes"], "cluster.colocated"),
+    ([RESIDENT, "generator={kind: workers, worker: {kind: vllm, weight_transfer: ipc}}",
+      "weight_sync={kind: collective, backend: nccl}"],
+     "can't connect two on one accelerator: set generator.worker.weight_transfer=auto"),
+    (["cluster.colocated=sometimes"], "cluster.colocated: 'sometimes' must be"),
 ]  # fmt: skip
 
 

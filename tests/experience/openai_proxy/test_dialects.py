@@ -337,21 +337,22 @@ def test_an_agent_that_cannot_be_changed_may_send_what_the_recipe_ignores() -> N
 def test_a_hundred_streams_that_break_off_leave_nothing(path: str) -> None:
     """They leave before the answer, or in the middle of its events; then the next one is
     answered, and no task is left of them."""
+    generator = Scripted(["a"])
 
-    async def leave(raw: httpx.AsyncClient) -> None:
+    async def leave(raw: httpx.AsyncClient, generating: bool = False) -> None:
         body = {**HI[path], "stream": True}
         async with raw.stream("POST", path, json=body) as answer:
             async for _ in answer.aiter_lines():
+                if generating:
+                    await generator.waiting.wait()
                 return
 
     async def scene() -> None:
-        generator = Scripted(["a"])
         async with raw_client(generator) as (session, raw):
             await ask(raw, path, HI[path])
             n_tasks = len(asyncio.all_tasks())
             generator.hold = asyncio.Event()
-            await asyncio.gather(*(leave(raw) for _ in range(100)))
-            await generator.waiting.wait()
+            await asyncio.gather(*(leave(raw, generating=i == 0) for i in range(100)))
             while session._running:
                 await asyncio.sleep(0)
             assert generator.cancelled > 0

@@ -28,6 +28,7 @@ def rewards(reward, rows):
 
 
 PLAIN_RIGHT = [
+    (r"\boxed{9AM}", "9 AM"),
     (r"\boxed{0.5}", r"\frac12"),
     ("so $x = 5$.", "5"),
     ("It is 1,000", "1000"),
@@ -100,6 +101,11 @@ ALGEBRA_RIGHT = [
     (r"\boxed{1 < x \le 2}", "(1,2]"),
 ]
 WRONG = [
+    (r"\boxed{6+4\sqrt{2}\text{ cm}}", r"6+4\sqrt{2}\text{ m}"),
+    (r"\boxed{2-3 hours}", "2-3 minutes"),
+    (r"\boxed{12 cm²}", "12 km²"),
+    (r"\boxed{2}", r"2\,\text{h}\,30\,\text{min}"),
+    (r"\boxed{2}", r"2\text{ hours and }30\text{ minutes}"),
     (r"\boxed{\frac{1}{3}}", r"\frac12"),
     (r"\boxed{2x}", "2y"),
     (r"\boxed{5x}", "5"),
