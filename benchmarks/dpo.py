@@ -22,6 +22,6 @@ if __name__ == "__main__":
         DRIVERS,
         WORKLOAD,
         rate("pairs"),
-        target=1.8,
+        target=3.0,
     )
     compare(case, options(__doc__ or "").parse_args())

@@ -22,7 +22,7 @@ if __name__ == "__main__":
             ("--prompts", chosen.prompts, "--prompt-tokens", length),
             target=target if chosen.size == "S" else None,
         )
-        for length, target in (("128", None), ("512", 5.0))
+        for length, target in (("128", None), ("512", 10.0))
     ]
     for case in cases:
         compare(case, chosen)

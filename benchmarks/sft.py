@@ -25,6 +25,6 @@ if __name__ == "__main__":
         DRIVERS,
         ("--algorithm", "sft"),
         rate("tokens"),
-        target=1.5,
+        target=3.0,
     )
     compare(case, options(__doc__ or "").parse_args())

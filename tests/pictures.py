@@ -8,7 +8,9 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+from support.transformers_version import NEEDS_TORCHVISION, READS_IMAGES
 
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
@@ -28,6 +30,8 @@ def model_directory(family: Family = "qwen2_5_vl") -> Path:
     place."""
     from transformers import AutoModelForImageTextToText
 
+    if not READS_IMAGES:
+        pytest.skip(NEEDS_TORCHVISION, allow_module_level=True)
     folder = TemporaryFolder("vlm")
     FOLDERS.append(folder)
     directory = write_tiny_vlm(folder.path / family, TinyVLM(family=family, hidden=32, std=0.15))

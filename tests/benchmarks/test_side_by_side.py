@@ -350,7 +350,7 @@ def test_every_placement_of_the_command_for_a_gpu_is_a_recipe(benchmark, tmp_pat
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(gpu.make_recipe("qwen3-0.6b")))
     recipes = [load_config(path, words) for words in gpu.PLACEMENTS.values()]
-    assert [recipe.colocated for recipe in recipes] == [False, False, True]
+    assert [recipe.cluster.takes_turns for recipe in recipes] == [False, False, True]
     # vLLM refuses to start if its cache has no room for the longest sequence.
     generator = recipes[-1].stages[0].generator
     context = generator.max_context or read_shape(recipes[-1]).max_positions

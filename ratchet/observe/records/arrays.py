@@ -1,7 +1,7 @@
 """Make Arrow arrays from buffers, and read their buffers as NumPy arrays.
 
-`pyarrow.array` and `to_numpy` would import pandas if it is installed. Training has no use for
-pandas, and would pay for the import with time and memory.
+`pyarrow.array`, `to_numpy` and, before pyarrow 22, `to_pandas_dtype` would import pandas if it is
+installed. Training has no use for pandas, and would pay for the import with time and memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+
+FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}  # as Arrow names them
 
 
 def make_array(
@@ -33,7 +35,7 @@ def make_array(
             return _make_strings(values, null_N)
         values = np.array([0 if value is None else value for value in values])
     with np.errstate(over="ignore"):  # a float64 may be infinite as a float32
-        numbers = np.ascontiguousarray(values, kind.to_pandas_dtype())
+        numbers = np.ascontiguousarray(values, _get_dtype(kind))
     data = np.packbits(numbers, bitorder="little") if pa.types.is_boolean(kind) else numbers
     return pa.Array.from_buffers(kind, len(numbers), [_pack_nulls(null_N), pa.py_buffer(data)])
 
@@ -45,7 +47,12 @@ def read_array(array: pa.Array) -> NDArray[Any]:
     if pa.types.is_boolean(array.type):
         bits_N = np.unpackbits(np.frombuffer(data, np.uint8), count=end, bitorder="little")
         return bits_N[start:].astype(np.bool_)
-    return np.frombuffer(data, array.type.to_pandas_dtype())[start:end]
+    return np.frombuffer(data, _get_dtype(array.type))[start:end]
+
+
+def _get_dtype(kind: pa.DataType) -> np.dtype[Any]:
+    """Return NumPy's type of a type of numbers or booleans."""
+    return np.dtype(FLOATS.get(str(kind), str(kind)))
 
 
 def _make_strings(values: Sequence[str | None], null_N: NDArray[np.bool_]) -> pa.Array:

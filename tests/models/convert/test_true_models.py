@@ -10,7 +10,9 @@ import torch
 from learners.ranks import run_ranks
 from models.convert.cases import MODELS
 from models.convert.ranks import sample
+from packaging.version import Version
 from safetensors.torch import load_file
+from support.transformers_version import TRANSFORMERS
 
 from ratchet.commands.convert.command import convert
 from ratchet.commands.convert.megatron_format import MegatronFiles
@@ -40,6 +42,8 @@ def by_megatron(written):
 @pytest.mark.needs("megatron")
 @pytest.mark.parametrize("model", MODELS)
 def test_logits_are_those_of_transformers(written, by_megatron, model):
+    if model == "gpt_oss" and Version("5.18") > TRANSFORMERS:
+        pytest.skip("before 5.18 transformers takes 7 for swiglu_limit, whatever it is")
     found, expected = by_megatron[str(written(model))], _by_transformers(written(model))
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
 

@@ -2,6 +2,8 @@ from functools import partial
 
 import pytest
 import torch
+from packaging.version import Version
+from support.transformers_version import TRANSFORMERS
 from torch import nn
 
 from ratchet.config.lora import LoRAConfig
@@ -81,6 +83,9 @@ def test_packed_logits_are_the_model_s_own(loaded, reference_logits, ragged):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.skipif(
+    Version("5.19") > TRANSFORMERS, reason="rotary embeddings were products, as experts were"
+)
 def test_a_token_s_work_is_that_of_the_products(loaded):
     """Of fused attention and of products grouped by experts the counter knows nothing; bloom
     attends by plain products."""
