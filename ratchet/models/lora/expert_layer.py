@@ -41,7 +41,9 @@ class ExpertLoRA(ParamWrapper):
         """Return the weight with the adapter added, in the dtype of the weight."""
         (name,) = self.active_adapters
         factors = ExpertFactors("", self.num_experts, not self._did_swap_in_out_features)
-        left, right = factors.split(self.lora_A[name].weight, self.lora_B[name].weight)
+        a: Any = self.lora_A[name]
+        b: Any = self.lora_B[name]
+        left, right = factors.split(a.weight, b.weight)
         # Autocast would round the sum.
         with torch.autocast(weight.device.type, enabled=False):
             return torch.baddbmm(
