@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ratchet.config.base import Section
 
@@ -21,17 +21,27 @@ class LoRAConfig(Section):
     """The scale is alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout of A's inputs during updates."""
-    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = (
-        "all-linear"
-    )
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Linear maps of each layer that get an adapter: all-linear, or their names (q_proj, ...). A
     map of experts gets one for each expert."""
+    target_parameters: tuple[str, ...] = ()
+    """Fused parameters of experts that get an adapter too, in a model that transformers runs, by
+    the ends of their names: mlp.experts.gate_up_proj, mlp.experts.down_proj."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """Initial values of A. B begins at 0: training starts from the base model."""
     rslora: bool = False
     """Rank-stabilised LoRA: the scale is alpha / sqrt(rank) (arXiv:2312.03732)."""
     base: Literal["nf4", "float8"] | None = None
     """Quantisation of the base weights: nf4 (4 bits, QLoRA) or float8; null: none."""
+
+    @model_validator(mode="after")
+    def _check_targets(self) -> Self:
+        if not self.target_modules and not self.target_parameters:
+            raise ValueError(
+                "target_modules=[] leaves nothing to adapt. Name linear maps, or set "
+                "target_parameters"
+            )
+        return self
 
     @property
     def scale(self) -> float:

@@ -133,6 +133,7 @@ PEER_NAMES: Mapping[str, tuple[str, ...]] = {
     "lora_alpha": ("lora.alpha",),
     "lora_dropout": ("lora.dropout",),
     "lora_target_modules": ("lora.target_modules",),
+    "lora_target_parameters": ("lora.target_parameters",),
     "use_peft": ("lora",),
     "fsdp_config": ("learner.kind", "learner.dp_shard"),
     "num_layers_in_first_pipeline_stage": ("learner.first_stage_layers",),

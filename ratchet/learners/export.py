@@ -112,7 +112,12 @@ def _write_model(
         directory,
         model_weights
         if adapter is None or part == "base"
-        else merge_lazily(model_weights, adapter_weights, adapter.lora.scale),
+        else merge_lazily(
+            model_weights,
+            adapter_weights,
+            adapter.lora.scale,
+            model.resolve_expert_factors(adapter.lora),
+        ),
     )
     if HEAD in weights:
         head = ScalarHead(model.hidden_size)

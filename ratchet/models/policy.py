@@ -25,7 +25,7 @@ from ratchet.models.flops import DecoderCost, TokenCost
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.packed_inputs import PackedInputs, pack_inputs
 from ratchet.models.lora import decoder as lora
-from ratchet.models.lora.decoder import Adapter, is_adapter_parameter, merge_lazily
+from ratchet.models.lora.decoder import Adapter, Factors, is_adapter_parameter, merge_lazily
 from ratchet.models.parallel.collectives import Group
 from ratchet.models.parallel.context_parallel import ContextSplit, split_context
 from ratchet.models.parallel.sharding import ShardIndex
@@ -218,6 +218,13 @@ class PolicyModel(nn.Module, ABC):
         Raises ConfigError if the model lacks a linear layer that `lora` names.
         """
 
+    def resolve_expert_factors(self, lora: LoRAConfig) -> Mapping[str, Factors]:
+        """Return the factors of the fused expert weights that an adapter would adapt, by name.
+
+        Raises ConfigError if the model lacks a parameter that `lora` names.
+        """
+        return {}
+
     @abstractmethod
     def attach(self, adapter: Adapter) -> None:
         """Add the adapter and freeze all other weights. The outputs do not change."""
@@ -304,7 +311,9 @@ class PolicyModel(nn.Module, ABC):
         weights = dict(self.canonical_weights())
         if self.adapter is None:
             return weights
-        return merge_lazily(weights, dict(self.adapter_weights()), self.adapter.lora.scale)
+        lora = self.adapter.lora
+        experts = self.resolve_expert_factors(lora)
+        return merge_lazily(weights, dict(self.adapter_weights()), lora.scale, experts)
 
     @abstractmethod
     def save(self, directory: Path, weights: Mapping[str, SavableTensor] | None = None) -> None:
@@ -375,15 +384,10 @@ class DecoderPolicy(PolicyModel):
         return self.shape.eos_ids
 
     def matrices(self) -> Mapping[str, Sequence[int]]:
-        layers = {
-            name: parameter_pieces
-            for name, parameter_pieces in list_pieces(self.decoder).items()
-            if name.startswith("layers.")
-        }
         return {
-            f"decoder.{name}": [len(piece.rows) for piece in parameter_pieces]
-            for name, parameter_pieces in layers.items()
-            if len(parameter_pieces[0].shape) == 2
+            f"decoder.{name}": [len(piece.rows) for piece in pieces]
+            for name, pieces in list_pieces(self.decoder).items()
+            if name.startswith("layers.") and len(pieces[0].shape) == 2
         }
 
     @property

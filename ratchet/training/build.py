@@ -359,8 +359,12 @@ def _count_trainable(model: PolicyModel, adapter: Adapter | None) -> dict[str, f
     if adapter is None:
         return {}
     weights = dict(model.canonical_weights())
+    lora = adapter.lora
     trainable = count_adapter_parameters(
-        weights, model.resolve_adapter_layers(adapter.lora), adapter.lora.rank
+        weights,
+        model.resolve_adapter_layers(lora),
+        lora.rank,
+        model.resolve_expert_factors(lora),
     )
     return {
         "trainable_parameters": trainable,

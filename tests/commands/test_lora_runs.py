@@ -14,10 +14,12 @@ from training.test_session import RECIPE
 
 from ratchet.checkpoint.serialization import load_state
 from ratchet.commands.model_target import open_target
+from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.errors import ModelError
-from ratchet.models.load import load_policy
+from ratchet.models.load import init_policy, load_policy
 from ratchet.models.lora.decoder import is_adapter_parameter, merge_lazily
-from ratchet.models.lora.files import load_adapter
+from ratchet.models.lora.files import WEIGHTS, load_adapter
 from ratchet.training.start import resume_run, start_run
 
 pytestmark = pytest.mark.needs("peft")
@@ -114,6 +116,51 @@ def test_a_killed_run_resumes_to_the_same_bits(fault, tmp_path):
         for run in ("whole", "killed")
     ]
     assert rows[0] == rows[1]
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_fused_experts_resumes_to_the_same_bits(tmp_path):
+    """transformers runs the model. peft loads the adapter, and `ratchet convert` merges it."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = character_tokenizer("0123456789=")
+    shape = DecoderConfig(
+        tokenizer.vocab_size, 16, 2, 2, 1, 8, 24, family="qwen3_moe", n_experts=4, experts_per_token=2,
+        expert_intermediate_size=12, init_std=0.3,
+    )  # fmt: skip
+    base = tmp_path / "base"
+    init_policy(shape, seed=0).save(base)
+    tokenizer.save(base)
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = {"rank": 2, "target_modules": ["q_proj"], "target_parameters": targets}
+    recipe = recipe_of(
+        tmp_path,
+        {**stage("low", ALGORITHMS["dpo"], lora=lora), "steps": 3},
+        model={"path": str(base), "backend": "transformers"},
+        tokenizer={"kind": "auto"},
+        generator={"kind": "hf"},
+    )
+    for run, faults in (("whole", ""), ("killed", "step.update:2:kill")):
+        done = ratchet("train", recipe, "--run-dir", tmp_path / run, faults=faults)
+        assert done.returncode == (-signal.SIGKILL if faults else 0), done.stderr
+    assert ratchet("train", "--resume", tmp_path / "killed").returncode == 0
+    for file in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "killed" / file).read_bytes()
+    adapter = tmp_path / "whole" / "adapter"
+    moved = {name for name, weight in load_file(adapter / WEIGHTS).items() if weight.any()}
+    assert {name for name in moved if ".experts." in name and ".lora_B." in name}
+    tokens = torch.arange(10)[None] % tokenizer.vocab_size
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model")
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    with torch.no_grad():
+        expected = theirs.eval()(input_ids=tokens).logits
+        torch.testing.assert_close(ours(tokens).logits, expected, rtol=0, atol=1e-5)
+    merged = ratchet("convert", base, tmp_path / "merged", "--merge-lora", adapter)
+    assert merged.returncode == 0, merged.stderr
+    left = load_file(tmp_path / "whole" / "model" / "model.safetensors")
+    for name, weight in load_file(tmp_path / "merged" / "model.safetensors").items():
+        torch.testing.assert_close(left[name], weight, rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -76,7 +76,9 @@ class StoredModel:
 
     def open(self) -> Weights:
         weights = READABLE_FORMATS[self.format].open(self.directory, self.config)
-        return weights if self.adapter is None else merge_adapter(weights, self.adapter)
+        if self.adapter is None:
+            return weights
+        return merge_adapter(weights, self.adapter, str(self.config.get("model_type")))
 
 
 @dataclass(frozen=True)

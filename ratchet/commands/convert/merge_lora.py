@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ratchet.commands.convert.formats import Weights
 from ratchet.models.lora.decoder import MergedWeight, merge_lazily
+from ratchet.models.lora.experts import locate_stored_experts
 from ratchet.models.lora.files import StoredAdapter
 
 
@@ -28,17 +29,21 @@ class _StoredTensor:
         return self.weights.read_whole(self.name).to(device, dtype, copy=copy)
 
 
-def merge_adapter(weights: Weights, stored: StoredAdapter) -> Weights:
+def merge_adapter(weights: Weights, stored: StoredAdapter, family: str) -> Weights:
     """Return the weights merged with the adapter.
+
+    family: The `model_type` of the model.
 
     The sums are computed in float32 or better, and each weight keeps its dtype. Raises ModelError
     if the adapter belongs to another base model.
     """
-    stored.check(weights.shapes)
+    experts = locate_stored_experts(stored, weights.shapes, family)
+    stored.check(weights.shapes, experts)
     merged_weights = merge_lazily(
         {name: _StoredTensor(weights, name) for name in weights.shapes},
         stored.weights,
         stored.adapter.lora.scale,
+        experts,
     )
 
     @lru_cache(maxsize=3)  # a fused matrix of Megatron (QKV) alternates between three weights

@@ -91,6 +91,11 @@ TRAINING = (
         convert=to.only_with_adapter(to.targets),
         default=["q_proj", "v_proj"],
     ),
+    KeyRow(
+        "lora_target_parameters",
+        "lora.target_parameters",
+        convert=to.only_with_adapter(shared.as_list),
+    ),
     KeyRow("use_rslora", "lora.rslora", convert=to.only_with_adapter(flag)),
     KeyRow("load_in_4bit", "lora.base", convert=to.only_with_adapter(choose({True: "nf4"}))),
     KeyRow("save_strategy", covered_by="save_steps", default="steps"),
@@ -182,7 +187,6 @@ TRAINING = (
         "adapters are plain LoRA or rsLoRA on linear layers",
         "use_dora",
         "lora_modules_to_save",
-        "lora_target_parameters",
         "lora_task_type",
     ),
     *dropped(

@@ -9,6 +9,7 @@ from ratchet.config.model_shape.lora_targets import (
     ALL,
     ATTENTION,
     DECODER_NAMES,
+    refuse_target_parameters,
     resolve_decoder_targets,
     resolve_target_modules,
 )
@@ -25,6 +26,9 @@ def _check_target_modules(stage: StageConfig, config: RunConfig) -> Iterator[Con
     preset = config.model.preset
     if stage.lora is None or (preset is None and config.model.backend != "ratchet"):
         return
+    if stage.lora.target_parameters:
+        yield clash(refuse_target_parameters(), "lora.target_parameters")
+        return
     try:
         if preset is None:
             resolve_target_modules(stage.lora, DECODER_NAMES)
@@ -35,6 +39,33 @@ def _check_target_modules(stage: StageConfig, config: RunConfig) -> Iterator[Con
         return
     except ConfigError as error:
         yield clash(str(error), "lora.target_modules")
+
+
+def _check_target_parameters(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Check that nothing divides or drops what adapters of fused experts need whole."""
+    lora, learner = stage.lora, stage.learner
+    if lora is None or not lora.target_parameters:
+        return
+    reasons = {}
+    if lora.dropout:
+        reasons["lora.dropout"] = f"{lora.dropout} would drop inputs of linear layers alone. Set 0"
+    for key, ranks in (
+        ("learner.tensor_parallel", learner.tensor_ranks),
+        ("learner.expert_parallel", learner.expert_ranks),
+    ):
+        if ranks > 1:
+            reasons[key] = f"{ranks} divides the experts, but not their adapters. Set 1"
+    sampler = stage.generator.sampler
+    if sampler.max_lora_rank is not None:
+        key = "generator.kind" if sampler == stage.generator else "generator.worker.kind"
+        reasons[key] = f"{sampler.kind_name} loads no adapters of fused parameters. Set hf"
+    for key, reason in reasons.items():
+        yield clash(
+            f"lora.target_parameters adapts fused experts, and {key}={reason}, or remove "
+            "lora.target_parameters",
+            key,
+            "lora.target_parameters",
+        )
 
 
 def _check_encoders(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
@@ -119,6 +150,7 @@ def _check_served_rank(stage: StageConfig, config: RunConfig) -> Iterator[Confli
 
 LORA_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (
     _check_target_modules,
+    _check_target_parameters,
     _check_encoders,
     _check_freeze,
     _check_dropout,

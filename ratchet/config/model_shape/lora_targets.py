@@ -28,6 +28,8 @@ def resolve_decoder_targets(config: DecoderConfig, lora: LoRAConfig) -> tuple[st
 
     Raises ConfigError for an unknown name.
     """
+    if lora.target_parameters:
+        raise ConfigError(refuse_target_parameters())
     if isinstance(config, MegatronDecoderConfig):
         return _resolve_megatron_targets(config, lora)
     dense = () if len(config.sparse_layers) == config.n_layers else MLP
@@ -84,3 +86,36 @@ def resolve_target_modules(lora: LoRAConfig, available: Iterable[str]) -> tuple[
                 f"lora.target_modules: no linear layer of the model is called '{name}'; {hint}"
             )
     return tuple(lora.target_modules)
+
+
+def resolve_target_parameters(lora: LoRAConfig, available: Iterable[str]) -> tuple[str, ...]:
+    """Return the parameters that `lora.target_parameters` selects, in the model's order.
+
+    Args:
+        available: names of the fused parameters of experts that the model has, in its order.
+
+    Raises ConfigError for a target that selects none.
+    """
+    names = list(available)
+    for target in lora.target_parameters:
+        if not any(is_target(name, [target]) for name in names):
+            short_names = dict.fromkeys(".".join(name.split(".")[-3:]) for name in names)
+            hint = f"has {', '.join(short_names)}" if names else "has none: remove it"
+            raise ConfigError(
+                f"lora.target_parameters={target} is no fused parameter of the model's experts, "
+                f"which {hint}"
+            )
+    return tuple(name for name in names if is_target(name, lora.target_parameters))
+
+
+def refuse_target_parameters() -> str:
+    """Return why a model that transformers doesn't run can't have `lora.target_parameters`."""
+    return (
+        "lora.target_parameters names fused experts of models that transformers trains, and "
+        "another backend trains this model. Name the experts' matrices in lora.target_modules"
+    )
+
+
+def is_target(name: str, targets: Iterable[str]) -> bool:
+    """True if a parameter's name is one of the targets, or ends with one, as in peft."""
+    return any(f".{name}".endswith(f".{target}") for target in targets)

@@ -53,13 +53,16 @@ class Adapter:
         return a.uniform_(-bound, bound, generator=generator)
 
 
-def count_adapter_parameters(weights: Mapping[str, Tensor], names: Iterable[str], rank: int) -> int:
+def count_adapter_parameters(
+    weights: Mapping[str, Tensor], names: Iterable[str], rank: int, experts: Iterable[str] = ()
+) -> int:
     """Return the number of parameters of an adapter.
 
     Args:
         weights: Weights of the model, by canonical name.
         names: Names of the linear layers that get an adapter (last path parts, such as q_proj).
         rank: Rank of the adapter.
+        experts: Names of the fused weights of experts [E, ...] that get an adapter.
     """
     target_names = set(names)
     adapted = (
@@ -67,7 +70,11 @@ def count_adapter_parameters(weights: Mapping[str, Tensor], names: Iterable[str]
         for name, weight in weights.items()
         if name.endswith(".weight") and name.split(".")[-2] in target_names
     )
-    return sum(rank * sum(weight.shape) for weight in adapted)
+    fused = (weights[name] for name in experts)
+    return rank * (
+        sum(sum(weight.shape) for weight in adapted)
+        + sum(len(weight) * sum(weight.shape[1:]) for weight in fused)
+    )
 
 
 # --- on the built-in decoder
@@ -197,6 +204,20 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
+class Factors:
+    """The A and B of a weight.
+
+    path: the path of the layer that has them, in peft's names.
+    """
+
+    path: str
+
+    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return B A in the layout of the weight."""
+        return b @ a
+
+
+@dataclass(frozen=True)
 class MergedWeight:
     """A weight whose adapter is added each time it is read, in float32 or better.
 
@@ -206,6 +227,7 @@ class MergedWeight:
     base: SavableTensor
     a: SavableTensor
     b: SavableTensor
+    factors: Factors
     scale: float
 
     def numel(self) -> int:
@@ -216,24 +238,33 @@ class MergedWeight:
         base, a, b = (
             part.to(device, merge_dtype, copy=True) for part in (self.base, self.a, self.b)
         )
-        return base.add_(b @ a, alpha=self.scale).to(dtype)
+        return base.add_(self.factors.multiply(a, b), alpha=self.scale).to(dtype)
 
 
 def merge_lazily(
-    weights: Mapping[str, SavableTensor], adapter: Mapping[str, SavableTensor], scale: float
+    weights: Mapping[str, SavableTensor],
+    adapter: Mapping[str, SavableTensor],
+    scale: float,
+    experts: Mapping[str, Factors] | None = None,
 ) -> dict[str, SavableTensor]:
     """Return the weights of a model with its adapter, which is merged as each weight is read.
+
+    Args:
+        weights: The model's weights, by name.
+        adapter: The adapter's weights, by peft's names.
+        scale: The factor of B A.
+        experts: The factors of weights of fused experts, by name. All other weights are those of
+            linear layers.
 
     Raises ModelError if the adapter has a weight for a linear layer that the model lacks.
     """
     unused = set(adapter)
     merged_weights: dict[str, SavableTensor] = {}
     for name, weight in weights.items():
-        a_name, b_name = (
-            f"{PEFT_PREFIX}{name.removesuffix('.weight')}.lora_{factor}.weight" for factor in "AB"
-        )
+        factors = (experts or {}).get(name) or Factors(name.removesuffix(".weight"))
+        a_name, b_name = (f"{PEFT_PREFIX}{factors.path}.lora_{factor}.weight" for factor in "AB")
         if a_name in adapter and b_name in adapter:
-            weight = MergedWeight(weight, adapter[a_name], adapter[b_name], scale)
+            weight = MergedWeight(weight, adapter[a_name], adapter[b_name], factors, scale)
             unused -= {a_name, b_name}
         merged_weights[name] = weight
     if unused:

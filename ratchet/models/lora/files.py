@@ -19,7 +19,7 @@ from xxhash import xxh3_128
 
 from ratchet.config.lora import LoRAConfig
 from ratchet.errors import CheckpointError, MissingDependency, ModelError
-from ratchet.models.lora.decoder import Adapter
+from ratchet.models.lora.decoder import Adapter, Factors
 from ratchet.models.weights.hf_weights import SavableTensor
 from ratchet.models.weights.tensor_files import save_tensors
 from ratchet.models.weights.weight_layout import PEFT_PREFIX
@@ -69,6 +69,7 @@ def peft_config(adapter: Adapter, target_modules: Sequence[str]) -> Any:
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=lora.dropout,
         target_modules=sorted(target_modules),
+        target_parameters=sorted(lora.target_parameters) or None,
         init_lora_weights=PEFT_INITS[lora.init],  # pyright: ignore[reportArgumentType]
         use_rslora=lora.rslora,
         base_model_name_or_path=adapter.base_model or None,
@@ -108,15 +109,35 @@ class StoredAdapter:
     target_modules: tuple[str, ...]  # names of the linear layers that have an adapter
     weights: Mapping[str, Tensor]  # by peft's names, on the CPU
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    @property
+    def fused_paths(self) -> frozenset[str]:
+        """The paths of the adapters of fused experts."""
+        lora = self.adapter.lora
+        return _find_fused_paths(self.weights, lora.rank) if lora.target_parameters else frozenset()
+
+    def check(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        experts: Mapping[str, Factors] | None = None,
+    ) -> None:
         """Raise ModelError if the adapter doesn't fit a base model.
 
         Args:
             shapes: shapes of the base's weights, by canonical name.
+            experts: the factors of the base's experts for which the adapter has fused ones.
         """
         rank = self.adapter.lora.rank
+        located = {factors.path for factors in (experts or {}).values()}
+        fused = self.fused_paths
         for name, weight in self.weights.items():
-            layer, _, factor = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
+            layer, factor = _split_name(name)
+            if layer in located:
+                continue
+            if layer in fused:
+                raise ModelError(
+                    f"the adapter's weight '{name}' is for fused experts (target_parameters), "
+                    "which this model doesn't have"
+                )
             shape = shapes.get(f"{layer}.weight")
             if shape is None:
                 raise ModelError(
@@ -131,10 +152,25 @@ class StoredAdapter:
                 )
 
 
+def _split_name(name: str) -> tuple[str, str]:
+    """Return the path of a weight's layer, and the rest, which begins with A or B."""
+    layer, _, factor = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
+    return layer, factor
+
+
+def _find_fused_paths(weights: Mapping[str, Tensor], rank: int) -> frozenset[str]:
+    """Return the paths of the layers whose A has `rank` rows for each of several experts."""
+    return frozenset(
+        _split_name(name)[0]
+        for name, weight in weights.items()
+        if ".lora_A." in name and len(weight) != rank
+    )
+
+
 def load_adapter(directory: Path) -> StoredAdapter:
     """Return the adapter in a directory.
 
-    Raises ModelError if it is damaged, or if it is not plain LoRA of linear layers.
+    Raises ModelError if it is damaged, or if it is not plain LoRA of linear layers and experts.
     """
     require_peft()
     from peft import PeftConfig
@@ -172,12 +208,16 @@ def load_adapter(directory: Path) -> StoredAdapter:
                 f"{directory}: weight '{name}' is neither the A nor the B of a linear layer, so "
                 "this is not plain LoRA"
             )
-    target_modules = tuple(sorted({name.split(".")[-3] for name in weights}))
+    target_parameters = tuple(sorted(config.target_parameters or ()))
+    fused = _find_fused_paths(weights, config.r) if target_parameters else frozenset()
+    layers = {_split_name(name)[0] for name in weights} - fused
+    target_modules = tuple(sorted({path.rpartition(".")[2] for path in layers}))
     try:
         lora = LoRAConfig(
             rank=config.r,
             alpha=float(config.lora_alpha),
             target_modules=target_modules,
+            target_parameters=target_parameters,
             rslora=bool(config.use_rslora),
         )
     except (ValueError, TypeError, OverflowError) as error:

@@ -5,7 +5,7 @@ Initial values and dropout are not peft's: both follow from a seed, as in the bu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from ratchet.errors import ModelError
 from ratchet.models.lora.decoder import Adapter, adapter_parameters, is_adapter_parameter
+from ratchet.models.lora.experts import list_expert_parameters, strip_base_layers
 from ratchet.models.lora.files import peft_config
 from ratchet.models.lora.layers import SeededDropout
 from ratchet.models.weights.weight_layout import PEFT_PREFIX
 
 ADAPTER_NAME = "default"  # peft's name for an unnamed adapter
-BASE_SUFFIX = ".base_layer"
 
 
 def list_linear_layers(layers: Sequence[nn.Module]) -> list[str]:
-    """Return the names of the linear layers in decoder layers without adapters, such as q_proj."""
+    """Return the names of the linear layers in modules without adapters, such as q_proj."""
     paths = (
         path
         for layer in layers
@@ -35,35 +35,58 @@ def list_linear_layers(layers: Sequence[nn.Module]) -> list[str]:
 
 @torch.no_grad()
 def attach(
-    model: nn.Module, adapter: Adapter, names: Sequence[str], *, within: nn.Module | None = None
+    model: nn.Module,
+    adapter: Adapter,
+    names: Sequence[str],
+    experts: Collection[str] = (),
+    *,
+    within: nn.Module | None = None,
 ) -> None:
     """Inject an adapter into a model, with its initial values, and freeze all other weights.
 
+    A pipeline stage may lack some of the layers and parameters.
+
     Args:
-        names: Names of the linear layers to adapt; () if a pipeline stage has none of them.
+        names: Names of the linear layers to adapt.
+        experts: Names of the fused parameters of experts to adapt.
         within: The part of the model that gets the adapter; None: the whole model.
 
-    Raises ModelError if peft can't adapt the model, or adapts the stacked experts of a layer.
+    Raises ModelError if peft can't adapt the model, or takes the names of linear layers for
+    matrices of experts.
     """
     from peft import inject_adapter_in_model
+    from peft.tuners.lora.layer import ParamWrapper
+
+    from ratchet.models.lora.expert_layer import ExpertLoRA
 
     model.requires_grad_(False)
-    if not names:
+    available = list_linear_layers([within or model])
+    names = [name for name in names if name in available]
+    experts = [name for name in list_expert_parameters(model) if name in experts]
+    if not names and not experts:
         return
     config = peft_config(adapter, names)
+    if not experts:
+        config.target_parameters = None
     try:
         inject_adapter_in_model(config, within or model, adapter_name=ADAPTER_NAME)
     except (ValueError, NotImplementedError) as error:
         raise ModelError(f"peft can't give {type(model).__name__} an adapter: {error}") from None
     layers = _find_lora_layers(model)
-    # peft turns the names of an expert's matrices into the stacked parameters of all experts.
-    if not all(isinstance(layer.get_base_layer(), nn.Linear) for layer in layers.values()):
-        others = ", ".join(name for name in names if name in config.target_modules)
+    expert_layers = {path for path, layer in layers.items() if isinstance(layer, ParamWrapper)}
+    # peft takes the names of an expert's matrices for the fused parameters of all experts.
+    linear_names = {path.rpartition(".")[2] for path in layers.keys() - expert_layers}
+    if not linear_names.issuperset(names) or len(expert_layers) != len(experts):
+        others = ", ".join(name for name in names if name in linear_names)
         raise ModelError(
-            "lora.target_modules names matrices of experts, which can't have an adapter in "
-            f"{type(model).__name__}. Set lora.target_modules=[{others}]."
+            f"lora.target_modules names matrices of experts, which {type(model).__name__} has in "
+            f"fused parameters. Set lora.target_modules=[{others}], and lora.target_parameters for "
+            "experts."
         )
     for path, layer in layers.items():
+        if path in expert_layers:
+            layer.__class__ = ExpertLoRA
+            continue
         _widen(layer, adapter.lora.rank)
         layer.lora_dropout[ADAPTER_NAME] = SeededDropout(adapter.lora.dropout, path)
     for name, parameter in adapter_parameters(model):
@@ -87,10 +110,12 @@ def _widen(layer: Any, rank: int) -> None:
 
 def merge(model: nn.Module) -> None:
     """Add the adapter to the weights, remove it, and unfreeze all weights."""
-    for path, layer in _find_lora_layers(model).items():
+    layers = _find_lora_layers(model)
+    for path, layer in layers.items():
         layer.merge()
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, layer.get_base_layer())
+        if parent not in layers:
+            setattr(model.get_submodule(parent), name, layer.get_base_layer())
     model.requires_grad_(True)
 
 
@@ -131,4 +156,4 @@ def get_canonical_name(name: str) -> str:
     """Return the name of a parameter in files: Hugging Face's, or peft's for an adapter's."""
     if is_adapter_parameter(name):
         return f"{PEFT_PREFIX}{name.replace(f'.{ADAPTER_NAME}.', '.')}"
-    return name.replace(f"{BASE_SUFFIX}.", ".")
+    return strip_base_layers(name)

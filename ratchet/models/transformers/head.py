@@ -12,6 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ratchet.errors import ModelError
+
+
+def find_head_name(model: Any) -> str:
+    """Return the dotted name of the output embedding [V, d]."""
+    head = model.get_output_embeddings()
+    for path, module in model.named_modules():
+        if module is head and path:
+            return f"{path}.weight"
+    raise ModelError(f"{type(model).__name__} has no output embedding: it is not a language model")
+
 
 def run_head(model: nn.Module, backbone_path: str, hidden_nd: Tensor) -> Tensor:
     """Return the logits [n, V] of hidden states, in their dtype.

@@ -25,7 +25,12 @@ from ratchet.models.flops import TokenCost
 from ratchet.models.flops_transformers import estimate_token_cost
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.lora import transformers as transformers_lora
-from ratchet.models.lora.decoder import Adapter
+from ratchet.models.lora.decoder import Adapter, Factors
+from ratchet.models.lora.experts import (
+    list_expert_parameters,
+    resolve_expert_factors,
+    strip_base_layers,
+)
 from ratchet.models.parallel.collectives import Group, all_reduce_max
 from ratchet.models.parallel.stages import ModelStage
 from ratchet.models.policy import UNLIMITED, PolicyModel
@@ -33,7 +38,7 @@ from ratchet.models.transformers import packed_attention
 from ratchet.models.transformers.backbone_inputs import BackboneInputs
 from ratchet.models.transformers.context_parallel import DividedAttention
 from ratchet.models.transformers.expert_parallel import find_stacked_experts
-from ratchet.models.transformers.head import run_head
+from ratchet.models.transformers.head import find_head_name, run_head
 from ratchet.models.transformers.loading import (
     load_config,
     refuse_missing_weights,
@@ -84,12 +89,13 @@ class TransformersPolicy(PolicyModel):
             if name not in parameter_names
         }
         self.backbone_path = self.find_backbone(model)
-        self.head_name = _find_head_name(model)
+        self.head_name = find_head_name(model)
         self.saved_config = saved_config or model.config
         self.text_config: Any = model.config.get_text_config()
         self._vocab_size = model.get_parameter(self.head_name).shape[0]
-        # The names of the linear layers that can have an adapter, in any pipeline stage.
+        # What can have an adapter, in any pipeline stage: linear layers, and fused experts.
         self._linear_layers = transformers_lora.list_linear_layers(self.layers())
+        self._expert_parameters = list_expert_parameters(model)
         self.takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
         set_packed_attention(model, enabled=False)  # a policy may have had the model before
         self._check_logits()
@@ -362,14 +368,16 @@ class TransformersPolicy(PolicyModel):
                 f"lora.base={lora.base} is for Ratchet's own decoder, but transformers runs this "
                 "model: remove lora.base"
             )
+        self.resolve_expert_factors(lora)
         return resolve_target_modules(lora, self._linear_layers)
+
+    def resolve_expert_factors(self, lora: LoRAConfig) -> Mapping[str, Factors]:
+        return resolve_expert_factors(lora, self._expert_parameters)
 
     def attach(self, adapter: Adapter) -> None:
         names = self.resolve_adapter_layers(adapter.lora)
-        if self.stages:
-            local_names = transformers_lora.list_linear_layers(self.layers())
-            names = [name for name in names if name in local_names]
-        transformers_lora.attach(self.model, adapter, names, within=self.adapted)
+        experts = self.resolve_expert_factors(adapter.lora)
+        transformers_lora.attach(self.model, adapter, names, experts, within=self.adapted)
         if self.tp_division is not None:
             self.tp_division = divide_adapters(self.model, self.tp_division)
         self.adapter = adapter
@@ -395,7 +403,9 @@ class TransformersPolicy(PolicyModel):
         Three-dimensional weights are left out, because they may be experts or convolution kernels.
         So are the stacked biases of experts.
         """
-        stacked = find_stacked_experts(self.model).values()
+        # With the adapters around them.
+        paths = map(strip_base_layers, find_stacked_experts(self.model))
+        stacked = [self.model.get_submodule(path) for path in paths]
         expert_parameters = {parameter for module in stacked for parameter in module.parameters()}
         layer_matrices = {
             parameter
@@ -477,15 +487,6 @@ def find_largest_module_list(module: nn.Module) -> list[nn.Module]:
         if module_lists
         else []
     )
-
-
-def _find_head_name(model: PreTrainedModel) -> str:
-    """Return the dotted name of the output embedding [V, d]."""
-    head = model.get_output_embeddings()
-    for path, module in model.named_modules():
-        if module is head and path:
-            return f"{path}.weight"
-    raise ModelError(f"{type(model).__name__} has no output embedding: it is not a language model")
 
 
 def is_close(a: Tensor, b: Tensor, dtype: torch.dtype, factor: float = 1) -> bool:

@@ -364,6 +364,7 @@ TRL: Values = {
     "lr_scheduler_type": "warmup_stable_decay",
     "lr_scheduler_kwargs": {"num_decay_steps": 2},
     "lora_target_modules": ["a"],
+    "lora_target_parameters": ["a"],
     "load_in_4bit": True,
     "warmup_steps": 2,
     "warmup_ratio": None,

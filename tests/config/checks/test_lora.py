@@ -18,6 +18,8 @@ REFUSED = {
     "lora.init=pissa": "lora.init: 'pissa' must be 'kaiming' or 'gaussian'",
     "lora.target_modules=[q_prj]": "no linear layer of the model is called 'q_prj'; did you "
     "mean 'q_proj'?",
+    "lora.target_modules=[]": "target_modules=[] leaves nothing to adapt",
+    "lora.target_parameters=[mlp.experts.down_proj]": "another backend trains this model",
     "lora.alfa=3": "lora.alfa: unknown key; did you mean 'alpha'?",
     "lora.target_modules=[w1]": "no linear layer of the model is called 'w1'",
     "generator={kind: vllm}": "lora.rank=4 is more than generator.lora_rank=0",
@@ -59,13 +61,41 @@ def test_dropout_before_divided_experts_is_refused(learner, recipe):
         load_config(recipe, [*spread, "lora.dropout=0.1"])
 
 
-def test_transformers_model_is_adapted_by_dtensor(recipe):
-    recipe.write_text(
-        RECIPE.replace("preset: tiny", "path: some/model, backend: transformers").replace(
-            "characters", "bytes"
-        )
-    )
-    assert load_config(recipe, ["learner={kind: dtensor, dp_shard: 2}"]).stages[0].lora.rank == 4
+@pytest.fixture
+def transformers_recipe(recipe):
+    text = RECIPE.replace("preset: tiny", "path: some/model, backend: transformers")
+    recipe.write_text(text.replace("characters", "bytes"))
+    return recipe
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("lora.dropout=0.1", "lora.dropout=0.1 would drop inputs of linear layers alone. Set 0"),
+        ("learner={kind: dtensor, tensor_parallel: 2}", "learner.tensor_parallel=2 divides the"),
+        ("learner={kind: dtensor, dp_shard: 2, expert_parallel: 2}", "expert_parallel=2 divides"),
+        ("generator={kind: vllm, lora_rank: 8}", "generator.kind=vllm loads no adapters of fused"),
+        (
+            "generator={kind: workers, worker: {kind: vllm, lora_rank: 8}}",
+            "generator.worker.kind=vllm loads no",
+        ),
+    ],
+)
+def test_what_fused_experts_can_not_have_is_refused(override, message, transformers_recipe):
+    fused = ["generator={kind: hf}", "lora.target_parameters=[mlp.experts.down_proj]"]
+    spread = "learner={kind: dtensor, dp_shard: 2, pipeline_parallel: 2, context_parallel: 2}"
+    for learner in ("learner={kind: local}", spread):
+        lora = load_config(transformers_recipe, [*fused, learner]).stages[0].lora
+        assert lora.target_parameters == ("mlp.experts.down_proj",)
+    load_config(transformers_recipe, [override])
+    with pytest.raises(ConfigError) as caught:
+        load_config(transformers_recipe, [*fused, override])
+    assert message in str(caught.value)
+
+
+def test_transformers_model_is_adapted_by_dtensor(transformers_recipe):
+    learner = ["learner={kind: dtensor, dp_shard: 2}"]
+    assert load_config(transformers_recipe, learner).stages[0].lora.rank == 4
 
 
 STAGES = "stages: [{name: a, algorithm: {kind: sft}}, {name: b}]"
