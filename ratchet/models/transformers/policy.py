@@ -40,12 +40,12 @@ from ratchet.models.transformers.loading import (
     translate_errors,
 )
 from ratchet.models.transformers.packed_attention import set_packed_attention
+from ratchet.models.transformers.probe import PROBE_LENGTHS, is_close
 from ratchet.models.transformers.tensor_parallel import divide_adapters
 from ratchet.models.transformers_settings import read_max_positions
 from ratchet.models.weights.hf_weights import SavableTensor, remove_stale_weights
+from ratchet.types import Medium
 from ratchet.utils.temp_dirs import TemporaryFolder
-
-PROBE_LENGTHS = (5, 1, 7, 3)  # numbers of tokens of the packed sequences in a probe
 
 
 class TransformersPolicy(PolicyModel):
@@ -63,6 +63,7 @@ class TransformersPolicy(PolicyModel):
     # True if attention may get the lengths of packed sequences in place of a mask.
     may_pack_by_lengths: ClassVar[bool] = True
     packs_by_lengths = False  # True if it does; a probe has found it equal
+    probe_images: Sequence[Medium] = ()  # two images for probes, if the model reads images
 
     def __init__(
         self, model: PreTrainedModel, *, saved_config: PreTrainedConfig | None = None
@@ -90,10 +91,10 @@ class TransformersPolicy(PolicyModel):
         self._vocab_size = model.get_parameter(self.head_name).shape[0]
         # The names of the linear layers that can have an adapter, in any pipeline stage.
         self._linear_layers = transformers_lora.list_linear_layers(self.layers())
+        self.divided_attention: DividedAttention | None = None
         self.takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
         set_packed_attention(model, enabled=False)  # a policy may have had the model before
         self._check_logits()
-        self.divided_attention: DividedAttention | None = None
         # The pipeline stages on this rank; none if the model is not cut into stages.
         self.stages = nn.ModuleList()
         self.packs = self.takes_positions and self._keeps_sequences_apart()
@@ -369,14 +370,14 @@ class TransformersPolicy(PolicyModel):
         if self.stages:
             local_names = transformers_lora.list_linear_layers(self.layers())
             names = [name for name in names if name in local_names]
-        transformers_lora.attach(self.model, adapter, names, within=self.adapted)
+        transformers_lora.attach(self.model, adapter, names, within=self.language)
         if self.tp_division is not None:
             self.tp_division = divide_adapters(self.model, self.tp_division)
         self.adapter = adapter
 
     @property
-    def adapted(self) -> nn.Module:
-        """The part of the model that an adapter is for."""
+    def language(self) -> PreTrainedModel:
+        """The language model without encoders: the part of the model that an adapter is for."""
         return self.model
 
     def merge(self) -> None:
@@ -486,13 +487,3 @@ def _find_head_name(model: PreTrainedModel) -> str:
         if module is head and path:
             return f"{path}.weight"
     raise ModelError(f"{type(model).__name__} has no output embedding: it is not a language model")
-
-
-def is_close(a: Tensor, b: Tensor, dtype: torch.dtype, factor: float = 1) -> bool:
-    """True if `a` equals `b` up to `factor` times the rounding errors of a model in `dtype`.
-
-    Rounding errors are relative to the largest entry of `b`. A leak between sequences changes
-    entries far more.
-    """
-    tolerance = (1e-5 if dtype.itemsize >= 4 else 3e-2) * factor
-    return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max())
