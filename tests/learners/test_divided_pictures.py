@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -15,15 +14,9 @@ from pictures import dialogues, model_directory
 
 from ratchet.config.lora import LoRAConfig
 from ratchet.data.packing import pack
-from ratchet.errors import ModelError
 from ratchet.learners.config import DTensorConfig
-from ratchet.learners.distributed.checks import check_dtensor
 from ratchet.learners.distributed.topology import build_topology
-from ratchet.models.load import load_policy
 from ratchet.models.lora.decoder import Adapter
-from ratchet.models.parallel.context_parallel import ContextSplit
-from ratchet.models.parallel.sharding import ShardIndex
-from ratchet.models.transformers.context_parallel import divide_language_inputs
 from ratchet.testing.builders import make_group
 from ratchet.types import Medium, PlacedMedium, Scored, Trajectory
 
@@ -144,44 +137,3 @@ def test_a_division_that_changes_what_a_model_sees_is_refused():
         2, "learners.picture_cases:refused_features", model_directory("qwen3_vl")
     ):
         assert "computes something else when its tokens are divided over ranks" in said
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"tensor_parallel": 2, "sequence_parallel": True}, "reads media, which learner.sequence"),
-        ({"pipeline_parallel": 2}, "reads media, so its layers can't be divided"),
-        ({"tensor_parallel": 3}, "doesn't divide the model's 4 query heads"),
-        ({"expert_parallel": 2, "dp_shard": 2}, "has no experts"),
-    ],
-)
-def test_other_divisions_are_refused_before_any_process_starts(options, reason):
-    policy = load_policy(model_directory("qwen3_vl"))
-    with pytest.raises(ModelError, match=re.escape(reason)):
-        check_dtensor(DTensorConfig(**options), policy)
-
-
-def test_tokens_are_divided_only_where_pictures_show_that_nothing_changes():
-    section = DTensorConfig(context_parallel=2)
-    policy = load_policy(model_directory("qwen3_vl"))
-    check_dtensor(section, policy)
-    policy.packs = False
-    with pytest.raises(ModelError, match="can't pack sequences with images, so its tokens can't"):
-        check_dtensor(section, policy)
-    policy.packs, policy.probe_images = True, ()
-    with pytest.raises(ModelError, match="reads other media than images, so its tokens can't"):
-        check_dtensor(section, policy)
-
-
-def test_a_language_model_with_other_inputs_keeps_its_tokens():
-    language, split = torch.nn.Identity(), ContextSplit.from_lengths([3], ShardIndex(0, 2))
-    with (
-        pytest.raises(ModelError, match="Identity gets token_type_ids of its multimodal model"),
-        divide_language_inputs(language, split),
-    ):
-        language(inputs_embeds=torch.ones(1, 3, 2), token_type_ids=torch.ones(1, 3))
-    with (
-        pytest.raises(ModelError, match="the inputs of Identity can't be divided over ranks: set"),
-        divide_language_inputs(language, split),
-    ):
-        pass
