@@ -41,10 +41,11 @@ class ProbeInputs:
 
     def run(self, policy: TransformersPolicy) -> Tensor:
         """Return a policy's hidden states of the tokens that this rank computes."""
-        device = self.tokens_T.device
+        # A division may have moved the model.
+        device = policy.model.device
         positions_T = torch.cat([torch.arange(n, device=device) for n in self.lengths])
         options: dict[str, Any] = {"media": self.media} if self.media else {}
-        return policy.hidden(self.tokens_T, positions_T, self.lengths, **options)
+        return policy.hidden(self.tokens_T.to(device), positions_T, self.lengths, **options)
 
 
 def make_probe(policy: TransformersPolicy, lengths: Sequence[int]) -> ProbeInputs:
