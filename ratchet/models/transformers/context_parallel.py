@@ -209,7 +209,8 @@ def divide_language_inputs(language: nn.Module, split: ContextSplit | None) -> I
         return
     is_divided = False
     # A rank without tokens computes one that nothing reads.
-    own = torch.from_numpy(split.tokens) if len(split.tokens) else torch.zeros(1, dtype=torch.int64)
+    has_tokens = len(split.tokens) > 0
+    local_t = torch.from_numpy(split.tokens) if has_tokens else torch.zeros(1, dtype=torch.int64)
 
     def take_own(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         nonlocal is_divided
@@ -220,7 +221,7 @@ def divide_language_inputs(language: nn.Module, split: ContextSplit | None) -> I
                 f"{type(language).__name__} gets {', '.join(unknown) or 'unnamed arguments'} of "
                 f"its multimodal model, which can't be divided over ranks: {REMEDY}"
             )
-        return (), named | _take_own_inputs(named, own)
+        return (), named | _take_own_inputs(named, local_t)
 
     hook = language.register_forward_pre_hook(take_own, with_kwargs=True)
     try:
@@ -238,16 +239,16 @@ def _is_input(x: Any) -> bool:
     return isinstance(x, Tensor | dict | list | tuple)
 
 
-def _take_own_inputs(named: dict[str, Any], own_t: Tensor) -> dict[str, Any]:
-    """Return a language model's inputs of the tokens at `own_t`, by name."""
+def _take_own_inputs(named: dict[str, Any], local_t: Tensor) -> dict[str, Any]:
+    """Return a language model's inputs of the tokens at `local_t`, by name."""
     changed = dict[str, Any]()
     for name, dim in TOKEN_DIMS.items():
         if (x := named.get(name)) is not None and dim is not None:
-            changed[name] = x.index_select(dim, own_t.to(x.device))
+            changed[name] = x.index_select(dim, local_t.to(x.device))
     if (features := named.get("deepstack_visual_embeds")) is not None:
         # Features have a row for each token of an image or video, in the order of all tokens.
         is_visual_T = named["visual_pos_masks"][0]
-        rows_t = (is_visual_T.cumsum(0) - 1)[own_t.to(is_visual_T.device)]
+        rows_t = (is_visual_T.cumsum(0) - 1)[local_t.to(is_visual_T.device)]
         rows = rows_t[changed["visual_pos_masks"][0]]
         changed["deepstack_visual_embeds"] = [x[rows.to(x.device)] for x in features]
     return changed
