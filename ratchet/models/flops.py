@@ -34,46 +34,82 @@ class TokenCost:
 
 
 @dataclass(frozen=True)
+class StageParameters:
+    """The number of parameters that a rank has of a pipeline stage."""
+
+    matrices: int = 0  # without those of experts
+    experts: int = 0
+    vectors: int = 0  # of norms and biases
+
+    @property
+    def total(self) -> int:
+        return self.matrices + self.experts + self.vectors
+
+    def __add__(self, other: StageParameters) -> StageParameters:
+        return StageParameters(
+            self.matrices + other.matrices,
+            self.experts + other.experts,
+            self.vectors + other.vectors,
+        )
+
+
+@dataclass(frozen=True)
 class DecoderCost:
     """The parameters, FLOPs and memory of a decoder, from its shape."""
 
     shape: DecoderConfig  # of the whole model
     # True if `ratchet.kernels.cpu` runs the decoder. Its backward keeps fewer activations.
     compiled: bool = False
+    # True if transformers runs the model. Its plans of tensor parallelism leave an untied embedding
+    # whole.
+    uses_transformers: bool = False
 
     @property
     def parameters(self) -> int:
         """The number of all parameters, biases and norms included."""
-        return self.count_stage_parameters(range(self.shape.n_layers), is_first=True, is_last=True)
+        layers = range(self.shape.n_layers)
+        return self.count_stage_parameters(layers, is_first=True, is_last=True).total
 
     def count_stage_parameters(
-        self, layers: Collection[int], *, is_first: bool, is_last: bool, expert_parallel: int = 1
-    ) -> int:
-        """Return the number of parameters of a pipeline stage with these layers.
+        self,
+        layers: Collection[int],
+        *,
+        is_first: bool,
+        is_last: bool,
+        tensor_parallel: int = 1,
+        expert_parallel: int = 1,
+    ) -> StageParameters:
+        """Return the parameters of a pipeline stage with these layers on one rank.
 
         Args:
             layers: The indices of its layers.
             is_first: True if it has the embedding.
             is_last: True if it has the final norm and the language head. A tied head is a copy of
                 the embedding on a stage without the embedding.
+            tensor_parallel: The number of ranks that divide heads, MLPs and vocabulary. Routers,
+                norms and the biases of outputs are whole on each rank.
             expert_parallel: The number of ranks that divide the experts of each layer.
         """
-        shape = self.shape
+        shape, n = self.shape, tensor_parallel
         heads = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim
-        biases = shape.qkv_bias * heads + shape.out_bias * shape.hidden_size
+        biases = shape.qkv_bias * heads // n + shape.out_bias * shape.hidden_size
         norms = 2 * shape.hidden_size + 2 * shape.head_dim * shape.qk_norm
-        total = len(layers) * (self._attention_parameters + biases + norms)
+        matrices = len(layers) * self._attention_parameters // n
+        experts = 0
+        vectors = len(layers) * (biases + norms) + is_last * shape.hidden_size
         for layer in layers:
             if shape.is_sparse(layer):
-                total += shape.n_experts // expert_parallel * self._expert_parameters
-                total += shape.n_experts * shape.hidden_size
+                experts += shape.n_experts // expert_parallel * self._expert_parameters // n
+                matrices += shape.n_experts * shape.hidden_size
             else:
-                total += self._dense_mlp_parameters + shape.mlp_bias * (
-                    2 * shape.intermediate_size + shape.hidden_size
-                )
+                matrices += self._dense_mlp_parameters // n
+                vectors += shape.mlp_bias * (2 * shape.intermediate_size // n + shape.hidden_size)
         has_head = is_last and not (shape.tied and is_first)
-        matrices = (is_first + has_head) * shape.vocab_size * shape.hidden_size
-        return total + is_last * shape.hidden_size + matrices
+        share = -(-shape.vocab_size // n)
+        whole = self.uses_transformers and not shape.tied
+        embedding_rows = shape.vocab_size if whole else share
+        matrices += (is_first * embedding_rows + has_head * share) * shape.hidden_size
+        return StageParameters(matrices, experts, vectors)
 
     @property
     def matrix_entries(self) -> int:

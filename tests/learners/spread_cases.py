@@ -26,7 +26,7 @@ from ratchet.learners.config import DTensorConfig, LocalConfig
 from ratchet.learners.distributed.fsdp import DTensorLearner, shard_model
 from ratchet.learners.distributed.fsdp_models import DTensorModels, make_shard
 from ratchet.learners.distributed.mesh import Mesh
-from ratchet.learners.distributed.param_shards import fill_param_shards
+from ratchet.learners.distributed.param_shards import collect_param_shards, fill_param_shards
 from ratchet.learners.distributed.topology import Topology
 from ratchet.learners.local import LocalLearner
 from ratchet.learners.optim.config import MuonConfig
@@ -408,3 +408,14 @@ def frozen_names(rank, directory, options, patterns):
     models = DTensorModels(DTensorConfig(**options), CPU, torch.float64)
     source = ModelSource(path=str(directory), backend="transformers", freeze=patterns)
     return models.load(source).frozen_names()
+
+
+def count_parameters(rank, cases):
+    """How many parameters a rank holds of each case: (learner's section, directory, backend)."""
+    counts = []
+    for section, directory, backend in cases:
+        provider = DTensorModels(DTensorConfig(**section), CPU, torch.float32)
+        model = provider.load(ModelSource(path=directory, backend=backend))
+        shards = collect_param_shards(model, None, provider.mesh)
+        counts.append(sum(shard.local.numel() for shard in shards))
+    return counts

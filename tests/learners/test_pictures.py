@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from learners.picture_cases import local
+from learners.picture_cases import close, local
 from learners.ranks import run_ranks
 from pictures import FAMILIES, dialogues, model_directory, renderer
 
@@ -31,19 +31,6 @@ def batch_of(family, *numbers):
             for place, number in enumerate(numbers)
         ]
     )
-
-
-def close(found, expected, bound=1e-6):
-    """Towers attend with numbers that transformers turns in float32."""
-    assert found.keys() == expected.keys()
-    for name, weight in expected.items():
-        torch.testing.assert_close(
-            found[name],
-            weight,
-            rtol=bound,
-            atol=bound / 10,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
 
 
 @pytest.mark.medium
@@ -92,19 +79,19 @@ def test_fsdp2_on_two_ranks_is_one_process(family, train_encoders, tmp_path):
     results = run_ranks(
         2,
         "learners.picture_cases:ranked",
-        2,
+        {"dp_shard": 2},
         model_directory(family),
         train_encoders,
         pickle.dumps(batches),
         tmp_path / "saved",
     )
-    assert sorted(map(sum, (pictures[0] for _, _, pictures in results))) == [0, 3]
-    assert [sum(pictures[1]) for _, _, pictures in results] == [0, 0]
-    for metrics, _, _ in results:
+    assert sorted(map(sum, (pictures[0] for _, _, pictures, _ in results))) == [0, 3]
+    assert [sum(pictures[1]) for _, _, pictures, _ in results] == [0, 0]
+    for metrics, *_ in results:
         for step, wanted in enumerate(expected[0]):
             assert metrics[step] == pytest.approx(wanted, rel=1e-6)
     found, resting = {}, set()
-    for _, blocks, _ in results:
+    for _, blocks, *_ in results:
         for name, shape, offsets, tensor, rests in blocks:
             whole = found.setdefault(name, torch.full(shape, float("nan"), dtype=tensor.dtype))
             whole[tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))] = (

@@ -2,12 +2,14 @@
 a tiny Qwen2-Audio."""
 
 import asyncio
+import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from learners.picture_cases import local
+from learners.picture_cases import check_ranks, local
+from learners.ranks import run_ranks
 from sounds import clip, write_tiny_qwen2_audio
 
 from ratchet.batch import Batch
@@ -118,3 +120,13 @@ def test_logprobs_of_what_is_sampled_are_the_learner_s(directory):
             logprobs = policy.logits(hidden).log_softmax(-1)[len(prompt) - 1 : -1]
         expected = logprobs.gather(-1, tokens[len(prompt) :, None])[:, 0]
         np.testing.assert_allclose(completion.logprobs, expected.numpy(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train_encoders", [False, True])
+def test_a_model_of_clips_is_divided_by_tensor_parallelism(directory, train_encoders):
+    options, batches = {"tensor_parallel": 2}, [batch_of(directory)] * 2
+    expected = local(directory, train_encoders, batches)
+    arguments = (options, directory, train_encoders, pickle.dumps(batches))
+    results = run_ranks(2, "learners.picture_cases:ranked", *arguments)
+    check_ranks(results, options, expected, batches[-1])

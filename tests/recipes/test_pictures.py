@@ -191,3 +191,22 @@ def test_it_trains_and_all_of_its_models_see_the_same_pictures(kind, teacher, sh
     )
     still = {name for name, weight in before.items() if torch.equal(weight, after[name])}
     assert still == {name for name in before if name.startswith(("model.visual.", "visual."))}
+
+
+@pytest.mark.slow
+def test_ranks_that_divide_the_model_and_its_tokens_train_and_push_as_one_process(tmp_path):
+    steps_by_run = []
+    for name, keys in (
+        ("one", ()),
+        ("ranks", ("kind=dtensor", "tensor_parallel=2", "context_parallel=2")),
+    ):
+        (tmp_path / name).mkdir()
+        learner = [f"learner.{key}" for key in keys]
+        rewards = f'rewards=[{{"kind": "{__name__}:judge"}}]'
+        run = start(tmp_path / name, ALGORITHMS["grpo"], rewards, *learner)
+        steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        steps_by_run.append([step for step in steps if "policy/loss" in step])
+    for one, ranks in zip(*steps_by_run, strict=True):
+        assert ranks["parity/max"] < 1e-4
+        for key in ("rollout/reward", "policy/loss", "policy/grad_norm"):
+            assert ranks[key] == pytest.approx(one[key], rel=1e-5, abs=1e-6)

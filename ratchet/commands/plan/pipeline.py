@@ -1,4 +1,4 @@
-"""Estimate the memory of each rank of a Megatron learner's pipeline, from shapes.
+"""Estimate the memory of each pipeline rank of a distributed learner, from shapes.
 
 Ranks differ: they may have other numbers of layers, the first has the embedding and the last the
 language head, and early ranks keep the activations of more micro-batches.
@@ -6,14 +6,15 @@ language head, and early ranks keep the activations of more micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ratchet.algorithms.base import Algorithm
 from ratchet.commands.plan.command import (
     BF16_BYTES,
     FP32_BYTES,
     MIB,
+    OPTIMIZER_BYTES,
     ProcessMemory,
     Workload,
     find_micro_batch_tokens,
@@ -22,11 +23,27 @@ from ratchet.commands.plan.command import (
 from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
 from ratchet.config.schema import StageConfig
 from ratchet.learners.compute.forward import resolve_chunk_mib
-from ratchet.learners.config import MegatronConfig
-from ratchet.learners.device_memory import LOGITS_TENSORS, count_stage_models
-from ratchet.learners.distributed.topology import build_megatron_sizes
-from ratchet.models.flops import DecoderCost
-from ratchet.models.parallel.megatron_sizes import PipelineStage
+from ratchet.learners.config import DistributedConfig, DTensorConfig, MegatronConfig
+from ratchet.learners.device_memory import LOGITS_TENSORS, count_stage_models, recomputes_layers
+from ratchet.learners.distributed.topology import (
+    build_first_shard,
+    build_megatron_sizes,
+    build_topology,
+    list_rank_stages,
+)
+from ratchet.models.flops import DecoderCost, StageParameters
+from ratchet.models.parallel.sharding import StageIndex
+
+# What the memory of a rank is for, in the order of a table.
+PURPOSES = (
+    "weights",
+    "gathered weights",
+    "gradients",
+    "optimizer",
+    "average",
+    "activations",
+    "logits",
+)
 
 
 @dataclass(frozen=True)
@@ -52,86 +69,169 @@ def plan_pipeline_ranks(
     process: ProcessMemory,
     workload: Workload,
 ) -> tuple[RankPlan, ...]:
-    """Return the memory of each pipeline rank; of none without a Megatron pipeline.
+    """Return the memory of each pipeline rank; of none without a pipeline.
 
-    Raises ModelError if Megatron can't divide the model so.
+    Raises ModelError if the learner can't divide the model so.
     """
     learner = stage.learner
-    if not isinstance(learner, MegatronConfig) or learner.pipeline_parallel == 1:
+    if not isinstance(learner, DistributedConfig) or learner.pipeline_parallel == 1:
         return ()
-    sizes = build_megatron_sizes(learner)
     costs = {"policy": cost}
     for name in algorithm.roles:
         if (role_cost := find_role_cost(stage, algorithm, cost, name)) is not None:
-            costs[name] = role_cost
+            costs[name] = replace(role_cost, uses_transformers=cost.uses_transformers)
     for role_cost in costs.values():
-        sizes.check(role_cost.shape)
+        _check_division(learner, role_cost)
     models = count_stage_models(algorithm, cost, stage.lora)
-    tokens = find_micro_batch_tokens(stage, models, process, workload, learner.data_parallel)
+    workers = build_topology(learner).data_ranks
+    tokens = find_micro_batch_tokens(stage, models, process, workload, workers)
     plans: list[RankPlan] = []
     for rank in range(learner.pipeline_parallel):
-        stages = [sizes.stage(rank, chunk) for chunk in range(learner.pipeline_chunks)]
-        states = _estimate_state_bytes(stage, learner, algorithm, costs, stages)
+        stages = list_rank_stages(learner, rank)
+        states = _estimate_state_bytes(stage, learner, algorithm, costs, process, stages)
         activations = _estimate_activation_bytes(learner, cost, process, stages, tokens)
         layers = tuple(part.range(cost.shape.n_layers) for part in stages)
         plans.append(RankPlan(layers, {**states, **activations}))
     return tuple(plans)
 
 
+def _check_division(learner: DistributedConfig, cost: DecoderCost) -> None:
+    """Raise ModelError if the learner can't divide a decoder."""
+    shape = cost.shape
+    if isinstance(learner, MegatronConfig):
+        build_megatron_sizes(learner).check(shape)
+    elif isinstance(learner, DTensorConfig):
+        if cost.uses_transformers:
+            # The plans of transformers divide layers with biases too.
+            shape = replace(shape, out_bias=False, mlp_bias=False)
+        build_first_shard(learner).check(shape)
+
+
 def _estimate_state_bytes(
     stage: StageConfig,
-    learner: MegatronConfig,
+    learner: DistributedConfig,
     algorithm: Algorithm,
     costs: Mapping[str, DecoderCost],
-    stages: list[PipelineStage],
+    process: ProcessMemory,
+    stages: Sequence[StageIndex],
 ) -> dict[str, int]:
     """Return the bytes of weights, gradients and optimizer state of all roles."""
-
-    def count(role_cost: DecoderCost) -> int:
-        parameters = sum(
-            role_cost.count_stage_parameters(
-                part.range(role_cost.shape.n_layers),
-                is_first=part.index == 0,
-                is_last=part.index == part.count - 1,
-                expert_parallel=learner.expert_parallel,
-            )
-            for part in stages
-        )
-        return parameters // learner.tensor_parallel
-
-    n_parameters = {name: count(role_cost) for name, role_cost in costs.items()}
-    trained = [n_parameters.get(name, n_parameters["policy"]) for name in algorithm.losses]
-    if stage.lora is not None:
-        cost = costs["policy"]
-        targets = resolve_decoder_targets(cost.shape, stage.lora)
-        adapter = sum(
-            cost.count_stage_adapter_parameters(
-                part.range(cost.shape.n_layers),
-                targets,
-                stage.lora.rank,
-                expert_parallel=learner.expert_parallel,
-            )
-            for part in stages
-        )
-        trained = [adapter // learner.tensor_parallel] * len(algorithm.losses)
-    is_bfloat16 = learner.weights == "bfloat16"
-    # Two moments, and the master weights if the weights themselves are rounded.
-    optimizer_bytes = FP32_BYTES * (3 if is_bfloat16 else 2)
-    shards = learner.data_parallel * learner.context_parallel
-    return {
-        "weights": sum(n_parameters.values()) * (BF16_BYTES if is_bfloat16 else FP32_BYTES),
-        "gradients": sum(trained) * FP32_BYTES,
-        "optimizer": sum(trained)
-        * optimizer_bytes
-        // (shards if learner.distributed_optimizer else 1),
+    parameters = {name: _count(role_cost, learner, stages) for name, role_cost in costs.items()}
+    trained = [parameters.get(name, parameters["policy"]) for name in algorithm.losses]
+    bytes_by_purpose = {
+        "weights": sum(_count_shard(count, learner) for count in parameters.values())
+        * (BF16_BYTES if learner.weight_format == "bfloat16" else FP32_BYTES)
     }
+    if _count_fsdp_ranks(learner) > 1:
+        bytes_by_purpose["gathered weights"] = max(
+            _estimate_gathered_bytes(costs.get(name, costs["policy"]), learner, process, stages)
+            for name in algorithm.losses
+        )
+    if stage.lora is not None:
+        adapter = _count_adapter(costs["policy"], stage, learner, stages)
+        trained = [StageParameters(vectors=adapter)] * len(algorithm.losses)
+    gradients = [count.total for count in trained]
+    # Megatron's buffers hold the gradients of all roles.
+    n_gradients = sum(gradients) if isinstance(learner, MegatronConfig) else max(gradients)
+    bytes_by_purpose["gradients"] = n_gradients * FP32_BYTES
+    optimizer_bytes = OPTIMIZER_BYTES.get(stage.optimizer.kind_name, 2 * FP32_BYTES)
+    if learner.weight_format == "bfloat16":
+        optimizer_bytes += FP32_BYTES  # of the master weights
+    n_moments = sum(_count_shard(count, learner) for count in trained)
+    if isinstance(learner, MegatronConfig) and learner.distributed_optimizer:
+        optimizer_bytes /= learner.data_parallel * learner.context_parallel
+    bytes_by_purpose["optimizer"] = int(n_moments * optimizer_bytes)
+    if stage.optimizer.ema_decay is not None:
+        bytes_by_purpose["average"] = n_moments * FP32_BYTES
+    return bytes_by_purpose
+
+
+def _count(
+    cost: DecoderCost,
+    learner: DistributedConfig,
+    stages: Sequence[StageIndex],
+    *,
+    ends: bool = True,
+) -> StageParameters:
+    """Return the parameters of a rank's stages, before FSDP divides them.
+
+    ends: False to leave out the embedding, the language head and the final norm.
+    """
+    counts = (
+        cost.count_stage_parameters(
+            part.range(cost.shape.n_layers),
+            is_first=ends and part.index == 0,
+            is_last=ends and part.index == part.count - 1,
+            tensor_parallel=learner.tensor_parallel,
+            expert_parallel=learner.expert_parallel,
+        )
+        for part in stages
+    )
+    return sum(counts, StageParameters())
+
+
+def _count_adapter(
+    cost: DecoderCost,
+    stage: StageConfig,
+    learner: DistributedConfig,
+    stages: Sequence[StageIndex],
+) -> int:
+    """Return the number of an adapter's parameters in a rank's stages."""
+    assert stage.lora is not None, "a stage with an adapter"
+    targets = resolve_decoder_targets(cost.shape, stage.lora)
+    adapter = sum(
+        cost.count_stage_adapter_parameters(
+            part.range(cost.shape.n_layers),
+            targets,
+            stage.lora.rank,
+            expert_parallel=learner.expert_parallel,
+        )
+        for part in stages
+    )
+    return adapter // learner.tensor_parallel
+
+
+def _count_fsdp_ranks(learner: DistributedConfig) -> int:
+    """Return the number of ranks over which FSDP divides matrices; 1 without FSDP."""
+    return learner.dp_shard * learner.context_parallel if isinstance(learner, DTensorConfig) else 1
+
+
+def _count_shard(count: StageParameters, learner: DistributedConfig) -> int:
+    """Return the number of parameters that FSDP leaves to a rank.
+
+    It divides no vectors, and a rank's experts over fewer ranks.
+    """
+    ranks = _count_fsdp_ranks(learner)
+    if ranks == 1:
+        return count.total
+    expert_ranks = ranks // learner.expert_parallel
+    return -(-count.matrices // ranks) - (-count.experts // expert_ranks) + count.vectors
+
+
+def _estimate_gathered_bytes(
+    cost: DecoderCost,
+    learner: DistributedConfig,
+    process: ProcessMemory,
+    stages: Sequence[StageIndex],
+) -> int:
+    """Return the bytes of the matrices that FSDP has gathered from other ranks.
+
+    In a pipeline those of all layers stay gathered from the first backward of a step to its last,
+    and gradients are whole. On an accelerator those of layers are gathered in bfloat16.
+    """
+    layers = _count(cost, learner, stages, ends=False)
+    ends = _count(cost, learner, stages).matrices - layers.matrices
+    n_layers = layers.matrices
+    if learner.expert_parallel < _count_fsdp_ranks(learner):
+        n_layers += layers.experts
+    return n_layers * (FP32_BYTES if process.is_cpu else BF16_BYTES) + ends * FP32_BYTES
 
 
 def _estimate_activation_bytes(
-    learner: MegatronConfig,
+    learner: DistributedConfig,
     cost: DecoderCost,
     process: ProcessMemory,
-    stages: list[PipelineStage],
+    stages: Sequence[StageIndex],
     tokens: int,
 ) -> dict[str, int]:
     """Return the bytes of activations and logits, if each micro-batch has `tokens` tokens.
@@ -143,10 +243,10 @@ def _estimate_activation_bytes(
     rank, ranks, chunks = stages[0].index, learner.pipeline_parallel, learner.pipeline_chunks
     # Forwards of one chunk of layers whose backward is still to come.
     forwards = ranks - rank if chunks == 1 else (ranks - rank - 1) * 2 + (chunks - 1) * ranks + 1
-    number_bytes = BF16_BYTES if learner.weights == "bfloat16" else FP32_BYTES
+    number_bytes = BF16_BYTES if learner.weight_format == "bfloat16" else FP32_BYTES
     layers = [layer for part in stages for layer in part.range(cost.shape.n_layers)]
     token_bytes = cost.layers_activation_bytes(
-        layers, number_bytes, checkpointing=learner.recomputes_layers
+        layers, number_bytes, checkpointing=recomputes_layers(learner)
     )
     sharded_tokens = -(-tokens // learner.context_parallel)
     if learner.sequence_parallel:

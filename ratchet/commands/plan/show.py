@@ -21,7 +21,7 @@ from ratchet.commands.plan.command import (
     plan_stage,
     read_shape,
 )
-from ratchet.commands.plan.pipeline import RankPlan, plan_pipeline_ranks
+from ratchet.commands.plan.pipeline import PURPOSES, RankPlan, plan_pipeline_ranks
 from ratchet.commands.plan.probe import StageProbe, measure_empty_process, probe
 from ratchet.config.loader import dump_plain
 from ratchet.config.resolve import build
@@ -72,7 +72,7 @@ def show_plan(
     resolved_recipe = resolve_passes(replace_saved_model(config))
     config = freeze(resolved_recipe.config)
     spec = None if cluster is None else ClusterSpec.parse(cluster)
-    cost = DecoderCost(read_shape(config), config.kernels == "compiled")
+    cost = read_cost(config)
     stage_indices = range(len(config.stages))
     empty_bytes = measure_empty_process(config) if spec is None else 0
     accelerator_bytes = _get_accelerator_bytes(config.device)
@@ -138,6 +138,12 @@ def _plan_ranks(
         plan_pipeline_ranks(stage, build(stage.algorithm), cost, process, plan.workload)
         for stage, plan in zip(config.stages, plans, strict=True)
     ]
+
+
+def read_cost(config: RunConfig) -> DecoderCost:
+    """Return the cost of the model that the run starts with; see `read_shape`."""
+    uses_transformers = config.model.backend == "transformers"
+    return DecoderCost(read_shape(config), config.kernels == "compiled", uses_transformers)
 
 
 def plan_on_cluster(
@@ -216,7 +222,9 @@ def _make_memory_table(memory: MemoryPlan, title: str) -> Table:
 def _make_rank_table(ranks: Sequence[RankPlan]) -> Table:
     title = "memory of the learner's pipeline ranks, without Python and PyTorch"
     table = Table(title=title, title_justify="left", collapse_padding=True, pad_edge=False)
-    purposes = ("weights", "gradients", "optimizer", "activations", "logits")
+    purposes = [
+        purpose for purpose in PURPOSES if any(purpose in rank.bytes_by_purpose for rank in ranks)
+    ]
     table.add_column("rank")
     for name in ("layers", *purposes, "MiB"):
         table.add_column(name, justify="right")

@@ -17,7 +17,7 @@ from ratchet.config.model_shape.megatron_decoder import (
     explain_missing_layers,
     read_megatron_decoder,
 )
-from ratchet.errors import ConfigError, ModelError
+from ratchet.errors import ModelError
 from ratchet.learners.config import DTensorConfig, MegatronConfig
 from ratchet.learners.distributed.topology import build_first_shard, build_megatron_sizes
 from ratchet.models.parallel.megatron_sizes import Fp8Format, require_megatron
@@ -27,7 +27,7 @@ from ratchet.models.policy import DecoderPolicy, PolicyModel
 def check_dtensor(
     section: DTensorConfig, model: PolicyModel, lora: LoRAConfig | None = None
 ) -> None:
-    """Raise ModelError or ConfigError if FSDP2 can't divide the model as `section` says.
+    """Raise ModelError if FSDP2 can't divide the model as `section` says.
 
     lora: The adapter that the model gets, which can be any.
     """
@@ -103,7 +103,7 @@ def _read_megatron_shape(hf: Mapping[str, Any], *, reads_media: bool = False) ->
 
 
 def _check_transformers(section: DTensorConfig, model: PolicyModel) -> None:
-    """Raise ConfigError for keys that a transformers model does not support.
+    """Raise ModelError for keys that a transformers model does not support.
 
     Ranks can divide the rows of a batch (data parallel), the model's weights (FSDP), by the model's
     own plan its matrices (tensor parallel), the tokens of each sequence (context parallel), the
@@ -119,13 +119,6 @@ def _check_transformers(section: DTensorConfig, model: PolicyModel) -> None:
     from ratchet.models.transformers.expert_parallel import check_experts
     from ratchet.models.transformers.policy import TransformersPolicy
 
-    # The positions of media are computed from whole sequences.
-    for key in ("context_parallel", "expert_parallel", "pipeline_parallel"):
-        if model.reads_media and (value := getattr(section, key)) > 1:
-            raise ConfigError(
-                f"learner.{key}={value} does not support multimodal models. Set learner.{key}=1, "
-                "and learner.dp_shard to the number of ranks."
-            )
     assert isinstance(model, TransformersPolicy), "any other model is a decoder"
     if section.tensor_parallel > 1:
         # Raises ModelError if the model can't be divided.

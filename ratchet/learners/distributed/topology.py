@@ -6,7 +6,7 @@ and pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -14,7 +14,12 @@ from math import prod
 from ratchet.errors import ConfigError
 from ratchet.learners.config import DistributedConfig, DTensorConfig, MegatronConfig
 from ratchet.models.parallel.megatron_sizes import MegatronSizes
-from ratchet.models.parallel.sharding import ModelShard, ShardIndex, list_stage_indices
+from ratchet.models.parallel.sharding import (
+    ModelShard,
+    ShardIndex,
+    StageIndex,
+    list_stage_indices,
+)
 
 
 @dataclass(frozen=True)
@@ -127,3 +132,12 @@ def build_megatron_sizes(config: MegatronConfig) -> MegatronSizes:
         last_layers=config.last_stage_layers,
         stage_layers=config.stage_layers,
     )
+
+
+def list_rank_stages(config: DistributedConfig, rank: int) -> Sequence[StageIndex]:
+    """Return the stages of a pipeline rank, in the order of their layers."""
+    if isinstance(config, MegatronConfig):
+        sizes = build_megatron_sizes(config)
+        return [sizes.stage(rank, chunk) for chunk in range(config.pipeline_chunks)]
+    pipeline = ShardIndex(rank, config.pipeline_parallel)
+    return list_stage_indices(pipeline, config.pipeline_chunks, config.stage_layers)

@@ -16,10 +16,15 @@ from torch import Tensor, nn
 
 from ratchet.errors import ModelError
 from ratchet.models.parallel.collectives import Group, all_reduce_sum
+from ratchet.models.parallel.context_parallel import ContextSplit
 from ratchet.models.parallel.sharded_policy import DistributedShard
-from ratchet.models.parallel.sharding import StageIndex
+from ratchet.models.parallel.sharding import ShardIndex, StageIndex
 from ratchet.models.transformers.context_parallel import REMEDY as CONTEXT_REMEDY
-from ratchet.models.transformers.context_parallel import DividedAttention, check_context
+from ratchet.models.transformers.context_parallel import (
+    DividedAttention,
+    check_context,
+    divide_language_inputs,
+)
 from ratchet.models.transformers.expert_parallel import REMEDY as EXPERTS_REMEDY
 from ratchet.models.transformers.expert_parallel import (
     check_experts,
@@ -28,14 +33,15 @@ from ratchet.models.transformers.expert_parallel import (
 )
 from ratchet.models.transformers.pipeline_parallel import REMEDY as PIPELINE_REMEDY
 from ratchet.models.transformers.pipeline_parallel import TransformersStage, keep_stages
-from ratchet.models.transformers.policy import PROBE_LENGTHS, TransformersPolicy, is_close
+from ratchet.models.transformers.policy import TransformersPolicy
+from ratchet.models.transformers.probe import PROBE_LENGTHS, ProbeInputs, is_close, make_probe
 from ratchet.models.transformers.sequence_parallel import REMEDY as SEQUENCE_REMEDY
 from ratchet.models.transformers.sequence_parallel import TokenShards
 from ratchet.models.transformers.tensor_parallel import divide_model
-from ratchet.models.transformers.tp_plan import REMEDY, TPPlan
+from ratchet.models.transformers.tp_plan import REMEDY, TPPlan, find_language_rules
 from ratchet.utils.terminal_text import get_first_line
 
-PROBE_TOKENS = 7  # length of the sequence in a probe, unless it says otherwise
+PROBE_TOKENS = 7  # length of the sequence in a probe of one sequence
 # Factor on the tolerance for a divided model. It sums in another order, and the summands of a
 # gradient nearly cancel each other. A wrong division changes gradients far more.
 PROBE_ROUNDING = 100
@@ -68,16 +74,14 @@ def divide(
 def make_plan(policy: TransformersPolicy, ranks: int) -> TPPlan:
     """Return the plan by which tensor parallelism divides a model.
 
-    Raises ModelError if the model reads media, if the architecture has no plan, or if the model
-    can't be divided evenly over this number of ranks.
+    Raises ModelError if the architecture has no plan, or if the model can't be divided evenly over
+    this number of ranks.
     """
+    model, head = policy.model, policy.head_name.removesuffix(".weight")
+    rules = model.tp_plan
     if policy.reads_media:
-        raise ModelError(
-            f"learner.tensor_parallel={ranks} does not support multimodal models: set it to 1, and "
-            "learner.dp_shard to the number of ranks"
-        )
-    model = policy.model
-    plan = TPPlan.from_rules(model, model.tp_plan, policy.head_name.removesuffix(".weight"))
+        rules = find_language_rules(model, policy.language, head)
+    plan = TPPlan.from_rules(model, rules, head)
     keys = {"query heads": "num_attention_heads", "KV heads": "num_key_value_heads"}
     heads = {name: getattr(policy.text_config, key, None) for name, key in keys.items()}
     plan.check(model, ranks, {name: total for name, total in heads.items() if total is not None})
@@ -86,10 +90,11 @@ def make_plan(policy: TransformersPolicy, ranks: int) -> TPPlan:
 
 def check_sequence_division(policy: TransformersPolicy) -> None:
     """Raise ModelError if ranks can't divide hidden states between the blocks of a model."""
-    if not policy.packs:
+    if policy.reads_media or not policy.packs:
+        reason = "reads media" if policy.reads_media else "can't pack sequences"
         raise ModelError(
-            f"{type(policy.model).__name__} can't pack sequences, which learner.sequence_parallel "
-            f"does not support where transformers runs the model: {SEQUENCE_REMEDY}"
+            f"{type(policy.model).__name__} {reason}, which learner.sequence_parallel does not "
+            f"support where transformers runs the model: {SEQUENCE_REMEDY}"
         )
 
 
@@ -106,9 +111,10 @@ def divide_by_plan(
 
     Raises ModelError if the ranks together don't compute the same as the whole model.
     """
-    plan, experts = make_plan(policy, group.size()), _ExpertsProbe(policy)
+    plan, inputs = make_plan(policy, group.size()), make_probe(policy, (PROBE_TOKENS,))
+    experts = _ExpertsProbe(policy, inputs)
     with experts.replay_routes():
-        whole_probe = _probe(policy)
+        whole_probe = _probe(policy, inputs)
     tokens, plan_name = None, f"the plan of {type(policy.model).__name__} for tensor parallelism"
     remedy = REMEDY
     if sequence:
@@ -124,7 +130,7 @@ def divide_by_plan(
     experts.check(plan_name, remedy)
     try:
         with experts.replay_routes():
-            shard_probe = _probe(policy)
+            shard_probe = _probe(policy, inputs)
     except (AttributeError, TypeError, RuntimeError) as error:
         raise ModelError(f"{plan_name} can't be followed ({error}): {remedy}") from None
     for name, computed in shard_probe.items():
@@ -168,7 +174,8 @@ def _cut_layers(policy: TransformersPolicy, stage: StageIndex) -> list[Transform
         raise ModelError(
             f"{name} {reason}, so its layers can't be divided over ranks: {PIPELINE_REMEDY}"
         )
-    whole_probe = _probe(policy, PROBE_LENGTHS)
+    inputs = make_probe(policy, PROBE_LENGTHS)
+    whole_probe = _probe(policy, inputs)
     stages = [TransformersStage(policy, replace(stage, index=i)) for i in range(stage.count)]
     users = Counter(parameter for stage in stages for parameter in stage.parameters())
     embeddings = set(policy.model.get_input_embeddings().parameters())
@@ -176,7 +183,7 @@ def _cut_layers(policy: TransformersPolicy, stage: StageIndex) -> list[Transform
         raise ModelError(f"layers of {name} in several stages share weights: {PIPELINE_REMEDY}")
     policy.stages = nn.ModuleList(stages)
     try:
-        stages_probe = _probe(policy, PROBE_LENGTHS)
+        stages_probe = _probe(policy, inputs)
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         reason = get_first_line(str(error))
         raise ModelError(
@@ -194,13 +201,23 @@ def _cut_layers(policy: TransformersPolicy, stage: StageIndex) -> list[Transform
 
 def check_token_division(policy: TransformersPolicy) -> None:
     """Raise ModelError if the tokens of a sequence can't be divided over ranks."""
-    if policy.reads_media or not policy.takes_positions:
-        reason = "reads media" if policy.reads_media else "takes no positions of tokens"
+    reason = None if policy.takes_positions else "takes no positions of tokens"
+    if policy.reads_media and not policy.probe_images:
+        reason = "reads other media than images"
+    elif policy.reads_media and not policy.packs:
+        # Encoders may mix the media of different sequences.
+        reason = "can't pack sequences with images"
+    if reason is not None:
         raise ModelError(
             f"{type(policy.model).__name__} {reason}, so its tokens can't be divided over ranks: "
             f"{CONTEXT_REMEDY}"
         )
     check_context(policy.model, policy.text_config)
+    if policy.reads_media:
+        inputs = make_probe(policy, PROBE_LENGTHS)
+        split = ContextSplit.from_lengths(inputs.lengths, ShardIndex())
+        with torch.no_grad(), divide_language_inputs(policy.language, split):
+            inputs.run(policy)
 
 
 def divide_by_tokens(policy: TransformersPolicy, group: Group) -> None:
@@ -209,12 +226,13 @@ def divide_by_tokens(policy: TransformersPolicy, group: Group) -> None:
     Raises ModelError if the ranks together don't compute the same as one.
     """
     check_token_division(policy)
-    whole_probe = _probe(policy, PROBE_LENGTHS)
-    policy.divided_attention = DividedAttention(policy.model, policy.text_config, group)
-    context_split = policy.split_context(PROBE_LENGTHS)
+    inputs = make_probe(policy, PROBE_LENGTHS)
+    whole_probe = _probe(policy, inputs)
+    policy.divided_attention = DividedAttention(policy.language, policy.text_config, group)
+    context_split = policy.split_context(inputs.lengths)
     assert context_split is not None, "the group has more than one rank"
     tokens = torch.from_numpy(context_split.tokens)
-    for name, computed in _probe(policy, PROBE_LENGTHS).items():
+    for name, computed in _probe(policy, inputs).items():
         expected = whole_probe[name]
         if name in ("hidden states", "logits"):
             expected = expected[tokens.to(expected.device)]
@@ -234,7 +252,7 @@ def divide_by_experts(policy: TransformersPolicy, group: Group) -> None:
 
     Raises ModelError if the ranks together don't compute the same as one.
     """
-    experts = _ExpertsProbe(policy)
+    experts = _ExpertsProbe(policy, make_probe(policy, (PROBE_TOKENS,)))
     divided_pieces = {} if policy.tp_division is None else policy.tp_division.divided_pieces
     policy.expert_division = divide_experts(policy.model, group, divided_pieces)
     name = f"{type(policy.model).__name__}, whose experts are divided over ranks,"
@@ -248,15 +266,13 @@ class _ExpertsProbe:
     others after a rounding difference.
     """
 
-    def __init__(self, policy: TransformersPolicy) -> None:
+    def __init__(self, policy: TransformersPolicy, inputs: ProbeInputs) -> None:
         self._dtype = policy.model.dtype
         self._modules = find_stacked_experts(policy.model)
         self._inputs: dict[str, tuple[Tensor, ...]] = {}
         if self._modules:
-            tokens = policy.make_probe_tokens(PROBE_TOKENS)
-            positions = torch.arange(PROBE_TOKENS, device=tokens.device)
             with torch.no_grad(), self.replay_routes():
-                policy.hidden(tokens, positions, (PROBE_TOKENS,))
+                inputs.run(policy)
         # The weights of the outputs in the loss.
         self._weights = {
             path: torch.arange(hidden.numel(), dtype=hidden.dtype).cos().view(hidden.shape)
@@ -325,28 +341,25 @@ def _take_own(
     return {path: tuple(map(tokens.take_own, values)) for path, values in tensors.items()}
 
 
-def _probe(
-    policy: TransformersPolicy, lengths: Sequence[int] = (PROBE_TOKENS,)
-) -> dict[str, Tensor]:
+def _probe(policy: TransformersPolicy, inputs: ProbeInputs) -> dict[str, Tensor]:
     """Return hidden states, logits and gradients of a few tokens that this rank has, by name.
 
     Gradients of one-dimensional parameters (norms, biases) are enough: a fault in any layer shows
     in the gradient of the first layer's norm.
-
-    lengths: the lengths of the packed sequences.
     """
-    tokens = torch.cat([policy.make_probe_tokens(n) for n in lengths])
-    positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
-    parameters = policy.model.named_parameters()
-    vectors = {name: parameter for name, parameter in parameters if parameter.dim() == 1}
+    vectors = {
+        name: parameter
+        for name, parameter in policy.model.named_parameters()
+        if parameter.dim() == 1 and parameter.requires_grad
+    }
     with torch.enable_grad():
-        hidden = policy.hidden(tokens, positions, lengths)
+        hidden = inputs.run(policy)
         # The loss is a weighted sum. A final norm would make a sum of squares nearly constant.
         numbers = torch.arange(
-            len(tokens) * hidden.shape[1], dtype=hidden.dtype, device=hidden.device
+            sum(inputs.lengths) * hidden.shape[1], dtype=hidden.dtype, device=hidden.device
         )
-        weights = numbers.cos().view(len(tokens), -1)
-        context_split = policy.split_context(lengths)
+        weights = numbers.cos().view(-1, hidden.shape[1])
+        context_split = policy.split_context(inputs.lengths)
         if context_split is not None:
             weights = weights[torch.from_numpy(context_split.tokens).to(weights.device)]
         loss = (hidden * weights).sum()

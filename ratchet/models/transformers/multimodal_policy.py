@@ -23,6 +23,7 @@ from ratchet.errors import ModelError
 from ratchet.models.flops import TokenCost
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.media import EncodedMedia, join_media_inputs, make_probe_images
+from ratchet.models.transformers.context_parallel import divide_language_inputs
 from ratchet.models.transformers.loading import (
     load_config,
     refuse_missing_weights,
@@ -31,9 +32,9 @@ from ratchet.models.transformers.loading import (
 from ratchet.models.transformers.policy import (
     TransformersPolicy,
     find_largest_module_list,
-    is_close,
     without_dropout,
 )
+from ratchet.models.transformers.probe import is_close, make_image_rows
 from ratchet.models.weights.hf_weights import SavableTensor
 from ratchet.types import MediaKind, Medium, PlacedMedium
 from ratchet.utils.atomic_files import atomic_path
@@ -42,7 +43,6 @@ from ratchet.utils.atomic_files import atomic_path
 SEPARATELY_ENCODED: tuple[MediaKind, ...] = ("image", "video")
 # The token type ids of transformers for placeholders of media; 0 is text.
 MEDIA_TYPES: Mapping[MediaKind, int] = {"image": 1, "video": 2, "audio": 3}
-N_PROBE_TEXT_TOKENS = 3  # before a probe sequence's first medium; one more follows each medium
 
 Media = Sequence[Sequence[PlacedMedium]]  # the media of each sequence
 
@@ -83,6 +83,7 @@ class MultimodalPolicy(TransformersPolicy):
         # Sequences are packed into one forward, unless the checks below find a difference.
         self.packs = True
         super().__init__(model, saved_config=saved_config)
+        self.probe_images = tuple(probes)
         self.packs = self.packs and len(probes) > 1 and self._keeps_media_apart(probes)
         if probes:
             self._check_media(probes)
@@ -149,8 +150,8 @@ class MultimodalPolicy(TransformersPolicy):
         return path
 
     @property
-    def language(self) -> nn.Module:
-        """The language model inside the backbone."""
+    def language(self) -> PreTrainedModel:
+        """The language model inside the backbone, which has no head."""
         return self.model.get_decoder()
 
     def layers(self) -> list[nn.Module]:
@@ -164,10 +165,6 @@ class MultimodalPolicy(TransformersPolicy):
             id(self.model.get_parameter(self.head_name))
         }
         return [(name, p) for name, p in self.model.named_parameters() if id(p) not in language_ids]
-
-    @property
-    def adapted(self) -> nn.Module:
-        return self.language
 
     def merge(self) -> None:
         super().merge()
@@ -185,7 +182,7 @@ class MultimodalPolicy(TransformersPolicy):
         *,
         output_mask_T: Tensor | None = None,
     ) -> Tensor:
-        """Return hidden states [T, d].
+        """Return the hidden states [T, d], of the tokens that `split_context` gives to this rank.
 
         media: the media of each sequence, in order; () if no sequence has media.
         """
@@ -214,7 +211,11 @@ class MultimodalPolicy(TransformersPolicy):
     def _forward(
         self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], media: Media
     ) -> Tensor:
-        """Return the hidden states of packed sequences with their media, [T, d]."""
+        """Return the hidden states of packed sequences with their media, [T, d].
+
+        With context parallelism each rank embeds all tokens and media, and its language model then
+        gets the tokens of this rank.
+        """
         types_T = torch.zeros_like(tokens_T)
         for placed, end, length in zip(media, accumulate(lengths), lengths, strict=True):
             self._mark_media(types_T[end - length : end], tokens_T[end - length : end], placed)
@@ -225,8 +226,15 @@ class MultimodalPolicy(TransformersPolicy):
             options["position_ids"] = self._compute_position_ids(
                 tokens_T, positions_T, types_T, lengths, media
             )
-        with self._hide_stray_placeholders(tokens_T[None], types_T[None]) as visible_1T:
-            return self.backbone(input_ids=visible_1T, **options)[0][0]
+        split = self.split_context(lengths)
+        if self.divided_attention is not None:
+            self.divided_attention.split = split
+        with (
+            self._hide_stray_placeholders(tokens_T[None], types_T[None]) as visible_1T,
+            divide_language_inputs(self.language, split),
+        ):
+            hidden_Td = self.backbone(input_ids=visible_1T, **options)[0][0]
+        return hidden_Td if split is None else hidden_Td[: len(split.tokens)]
 
     def _make_inputs(self, media: Sequence[Medium], types_NL: Tensor) -> dict[str, Any]:
         """Return the backbone's arguments for the media, which are in the order of the rows."""
@@ -407,24 +415,6 @@ class MultimodalPolicy(TransformersPolicy):
             self.packs = False
             super()._check_logits()
 
-    def _make_probe_rows(
-        self, probes: Sequence[Medium]
-    ) -> tuple[list[Tensor], list[tuple[PlacedMedium, ...]]]:
-        """Return three sequences and their media: the first medium, no medium, and both media."""
-        token = int(self.model.config.image_token_id)
-        rows, media = list[Tensor](), list[tuple[PlacedMedium, ...]]()
-        for row_probes in ([probes[0]], [], [probes[1], probes[0]]):
-            pieces, placed = [self.make_probe_tokens(N_PROBE_TEXT_TOKENS)], list[PlacedMedium]()
-            for medium in row_probes:
-                placed.append(PlacedMedium(sum(map(len, pieces)), medium))
-                pieces += [
-                    torch.full((medium.span,), token, device=self.model.device),
-                    self.make_probe_tokens(N_PROBE_TEXT_TOKENS + 1),
-                ]
-            rows.append(torch.cat(pieces))
-            media.append(tuple(placed))
-        return rows, media
-
     def make_probe_tokens(self, n: int) -> Tensor:
         """Return `n` tokens without placeholders."""
         tokens = super().make_probe_tokens(n)
@@ -433,7 +423,7 @@ class MultimodalPolicy(TransformersPolicy):
     @torch.no_grad()
     def _keeps_media_apart(self, probes: Sequence[Medium]) -> bool:
         """True if packing changes no hidden state, and sequences do not depend on each other."""
-        rows, media = self._make_probe_rows(probes)
+        rows, media = make_image_rows(self, probes)
         lengths = [len(row) for row in rows]
         positions = [torch.arange(n, device=rows[0].device) for n in lengths]
         is_medium = self._find_types(rows[0]) > 0
@@ -461,7 +451,7 @@ class MultimodalPolicy(TransformersPolicy):
     @torch.no_grad()
     def _check_media(self, probes: Sequence[Medium]) -> None:
         """Raise ModelError if the logits of text and media differ from the model's own."""
-        rows, media = self._make_probe_rows(probes)
+        rows, media = make_image_rows(self, probes)
         row, last_media = rows[-1], media[-1]
         inputs: dict[str, Any] = {
             name: x.to(row.device)

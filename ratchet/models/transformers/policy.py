@@ -45,12 +45,12 @@ from ratchet.models.transformers.loading import (
     translate_errors,
 )
 from ratchet.models.transformers.packed_attention import set_packed_attention
+from ratchet.models.transformers.probe import PROBE_LENGTHS, is_close
 from ratchet.models.transformers.tensor_parallel import divide_adapters
 from ratchet.models.transformers_settings import read_max_positions
 from ratchet.models.weights.hf_weights import SavableTensor, remove_stale_weights
+from ratchet.types import Medium
 from ratchet.utils.temp_dirs import TemporaryFolder
-
-PROBE_LENGTHS = (5, 1, 7, 3)  # numbers of tokens of the packed sequences in a probe
 
 
 class TransformersPolicy(PolicyModel):
@@ -68,6 +68,7 @@ class TransformersPolicy(PolicyModel):
     # True if attention may get the lengths of packed sequences in place of a mask.
     may_pack_by_lengths: ClassVar[bool] = True
     packs_by_lengths = False  # True if it does; a probe has found it equal
+    probe_images: Sequence[Medium] = ()  # two images for probes, if the model reads images
 
     def __init__(
         self, model: PreTrainedModel, *, saved_config: PreTrainedConfig | None = None
@@ -96,10 +97,10 @@ class TransformersPolicy(PolicyModel):
         # What can have an adapter, in any pipeline stage: linear layers, and fused experts.
         self._linear_layers = transformers_lora.list_linear_layers(self.layers())
         self._expert_parameters = list_expert_parameters(model)
+        self.divided_attention: DividedAttention | None = None
         self.takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
         set_packed_attention(model, enabled=False)  # a policy may have had the model before
         self._check_logits()
-        self.divided_attention: DividedAttention | None = None
         # The pipeline stages on this rank; none if the model is not cut into stages.
         self.stages = nn.ModuleList()
         self.packs = self.takes_positions and self._keeps_sequences_apart()
@@ -377,14 +378,14 @@ class TransformersPolicy(PolicyModel):
     def attach(self, adapter: Adapter) -> None:
         names = self.resolve_adapter_layers(adapter.lora)
         experts = self.resolve_expert_factors(adapter.lora)
-        transformers_lora.attach(self.model, adapter, names, experts, within=self.adapted)
+        transformers_lora.attach(self.model, adapter, names, experts, within=self.language)
         if self.tp_division is not None:
             self.tp_division = divide_adapters(self.model, self.tp_division)
         self.adapter = adapter
 
     @property
-    def adapted(self) -> nn.Module:
-        """The part of the model that an adapter is for."""
+    def language(self) -> PreTrainedModel:
+        """The language model without encoders: the part of the model that an adapter is for."""
         return self.model
 
     def merge(self) -> None:
@@ -487,13 +488,3 @@ def find_largest_module_list(module: nn.Module) -> list[nn.Module]:
         if module_lists
         else []
     )
-
-
-def is_close(a: Tensor, b: Tensor, dtype: torch.dtype, factor: float = 1) -> bool:
-    """True if `a` equals `b` up to `factor` times the rounding errors of a model in `dtype`.
-
-    Rounding errors are relative to the largest entry of `b`. A leak between sequences changes
-    entries far more.
-    """
-    tolerance = (1e-5 if dtype.itemsize >= 4 else 3e-2) * factor
-    return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max())

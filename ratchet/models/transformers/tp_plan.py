@@ -41,6 +41,9 @@ SHARED_ROPE = ("mla_kv_a_proj",)
 EXPERTS = ("moe_tp_experts",)
 BY_ROWS, BY_COLUMNS = OUTPUTS + GATHERED_OUTPUTS, INPUTS + SPLIT_INPUTS
 LINEAR = BY_ROWS + BY_COLUMNS + SHARED_ROPE
+# Families with the same layers, for language models that come without a plan, or with one that
+# leaves out norms of heads and experts.
+SAME_LAYERS = {"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"}
 REMEDY = "set learner.tensor_parallel to 1, and learner.dp_shard to the number of ranks"
 
 
@@ -151,6 +154,24 @@ class TPPlan:
                     else {f"inputs of {path}": columns}
                 )
         check_even(ranks, totals)
+
+
+def find_language_rules(model: PreTrainedModel, language: nn.Module, head: str) -> dict[str, str]:
+    """Return the rules (path pattern -> style) for the language model inside a multimodal model.
+
+    Encoders stay whole on each rank. The head is divided, as in models of text.
+    """
+    path = next(path for path, module in model.named_modules() if module is language)
+    family = SAME_LAYERS.get(model.config.get_text_config().model_type)
+    if family is None:
+        rules = {name: style for name, style in model.tp_plan.items() if name.startswith(path)}
+    else:
+        # This import takes seconds unless such a model is loaded already.
+        from transformers import CONFIG_MAPPING
+
+        plan = CONFIG_MAPPING[family].base_model_tp_plan or {}
+        rules = {f"{path}.{name}": style for name, style in plan.items()}
+    return {head: GATHERED_OUTPUTS[0], **rules} if rules else {}
 
 
 def _is_linear(module: nn.Module | None) -> bool:

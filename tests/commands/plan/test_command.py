@@ -22,11 +22,9 @@ from ratchet.commands.plan.command import (
     plan_stage,
     read_shape,
 )
-from ratchet.commands.plan.pipeline import plan_pipeline_ranks
 from ratchet.commands.plan.probe import Probe, StageProbe, probe
 from ratchet.config.loader import load_config
 from ratchet.config.model_shape.presets import get_preset
-from ratchet.config.resolve import build
 from ratchet.errors import ConfigError, RatchetError, RunDirectoryError
 from ratchet.executors.freeze import freeze
 from ratchet.models.flops import DecoderCost
@@ -55,42 +53,6 @@ def recipe(path: Path, text: str = RECIPE) -> Path:
 def planned(path: Path, *overrides: str, process: ProcessMemory = CPU):
     config = freeze(load_config(recipe(path), list(overrides)))
     return plan_stage(config, 0, DecoderCost(read_shape(config)), process)
-
-
-def test_memory_of_unequal_pipeline_ranks_by_hand(tmp_path: Path) -> None:
-    """The first rank keeps activations of two micro-batches, of one layer; the last those of one,
-    of four, and the logits. Two data ranks share out moments and rows."""
-    config = freeze(
-        load_config(
-            recipe(tmp_path, RECIPE.replace("learner: {workers: 1}\n", "")),
-            [
-                "learner.kind=megatron",
-                "learner.pipeline_parallel=2",
-                "learner.data_parallel=2",
-                "learner.first_stage_layers=1",
-                "model.overrides.n_layers=5",
-            ],
-        )
-    )
-    cost = DecoderCost(read_shape(config))
-    workload, stage = plan_stage(config, 0, cost, CPU).workload, config.stages[0]
-    first, last = plan_pipeline_ranks(stage, build(stage.algorithm), cost, CPU, workload)
-    assert (first.layers, last.layers) == ((range(1),), (range(1, 5),))
-    embedding, d = cost.shape.vocab_size * 32, 32
-    layer = (cost.parameters - embedding - d) // 5
-    tokens = 4 * workload.max_sequence_tokens
-    kept = cost.layers_activation_bytes([0], 4, checkpointing=False)
-    for rank, parameters, micros in (
-        (first, embedding + layer, 2),
-        (last, embedding + d + 4 * layer, 4),
-    ):
-        assert rank.bytes_by_purpose == {
-            "weights": 4 * parameters,
-            "gradients": 4 * parameters,
-            "optimizer": 8 * parameters // 2,
-            "activations": micros * tokens * kept,
-            **({"logits": 3 * tokens * cost.shape.vocab_size * 4} if rank is last else {}),
-        }
 
 
 def test_load_and_memory_by_hand(tmp_path: Path) -> None:

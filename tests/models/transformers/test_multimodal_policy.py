@@ -20,6 +20,9 @@ from ratchet.learners.distributed.checks import check_dtensor
 from ratchet.models.load import load_policy
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.media import join_media_inputs, make_probe_images
+from ratchet.models.parallel.context_parallel import ContextSplit
+from ratchet.models.parallel.sharding import ShardIndex
+from ratchet.models.transformers.context_parallel import divide_language_inputs
 from ratchet.models.transformers.multimodal_policy import MultimodalPolicy
 from ratchet.testing.builders import make_group
 from ratchet.types import Trajectory
@@ -284,20 +287,45 @@ def test_threads_share_a_model_as_one_would_run_it():
 
 def test_what_can_t_be_done_with_such_a_model_is_refused(tmp_path):
     policy = policy_of("qwen2_5_vl")
-    for section, error, words in (
-        (DTensorConfig(tensor_parallel=2), ModelError, "tensor_parallel=2"),
-        (DTensorConfig(context_parallel=2), ConfigError, "context_parallel=2"),
-        (DTensorConfig(expert_parallel=2), ConfigError, "expert_parallel=2 does not support multi"),
-        (DTensorConfig(pipeline_parallel=2), ConfigError, "pipeline_parallel=2"),
+    for keys, words in (
+        ({"tensor_parallel": 3}, "tensor_parallel=3 doesn't divide the model's 4 query heads"),
+        ({"tensor_parallel": 2, "sequence_parallel": True}, "reads media, which learner.sequence"),
+        ({"expert_parallel": 2, "dp_shard": 2}, "no experts that learner.expert_parallel=2 can"),
+        ({"pipeline_parallel": 2}, "reads media, so its layers can't be divided over ranks"),
     ):
-        with pytest.raises(error, match=words):
-            check_dtensor(section, policy)
+        with pytest.raises(ModelError, match=words):
+            check_dtensor(DTensorConfig(**keys), policy)
     with pytest.raises(ModelError, match=r"set generator\.kind to hf"):
         EmbeddedEngine(EngineConfig(), policy)
     with pytest.raises(ConfigError, match="q_prok"):
         policy.resolve_adapter_layers(LoRAConfig(target_modules=("q_prok",)))
     with pytest.raises(ConfigError, match="qkv"):  # of the tower
         policy.resolve_adapter_layers(LoRAConfig(target_modules=("qkv",)))
+
+
+def test_tokens_are_divided_only_where_pictures_show_that_nothing_changes():
+    section, policy = DTensorConfig(context_parallel=2), policy_of("qwen3_vl")
+    check_dtensor(section, policy)
+    policy.packs = False
+    with pytest.raises(ModelError, match="can't pack sequences with images, so its tokens can't"):
+        check_dtensor(section, policy)
+    policy.packs, policy.probe_images = True, ()
+    with pytest.raises(ModelError, match="reads other media than images, so its tokens can't"):
+        check_dtensor(section, policy)
+
+
+def test_a_language_model_with_other_inputs_keeps_its_tokens():
+    language, split = torch.nn.Identity(), ContextSplit.from_lengths([3], ShardIndex(0, 2))
+    with (
+        pytest.raises(ModelError, match="Identity gets token_type_ids of its multimodal model"),
+        divide_language_inputs(language, split),
+    ):
+        language(inputs_embeds=torch.ones(1, 3, 2), token_type_ids=torch.ones(1, 3))
+    with (
+        pytest.raises(ModelError, match="the inputs of Identity can't be divided over ranks: set"),
+        divide_language_inputs(language, split),
+    ):
+        pass
 
 
 def test_media_of_one_kind_must_fit_together():
