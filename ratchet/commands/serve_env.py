@@ -13,7 +13,8 @@ import asyncio
 import copy
 import json
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,7 @@ from ratchet.experience.rollout.environment_answers import (
     step_environment,
 )
 from ratchet.protocols import Environment, Step
+from ratchet.rewards.base import copy_task
 from ratchet.training.stage import EnvSetup
 from ratchet.training.stage_from_config import build_env_setup, build_eval_env_setup
 from ratchet.training.workers.judges import start_judges
@@ -42,6 +44,7 @@ from ratchet.web.guard import LOOPBACK, explain_refusal
 from ratchet.web.websockets import import_websockets
 
 MAX_REQUEST_BYTES = 16 << 20
+MAX_LATEST_TASKS = 4096
 SPLITS = ("train", "test")
 TEXT = {"type": "string"}
 MESSAGE = {"type": "object", "properties": {"message": TEXT}, "required": ["message"]}
@@ -60,12 +63,47 @@ class RequestError(Exception):
         self.code = code
 
 
+class SplitReader:
+    """A reader of the test split, which all sessions share.
+
+    Not every test split has direct access: a generated one is made from its beginning, which may
+    take long or have no end. A pass reads each task once. Only a task before the latest ones is
+    looked for from the beginning.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._tasks: Iterator[Task] = iter(())
+        self._end = 0  # number of tasks read so far
+        self._latest: deque[Task] = deque(maxlen=MAX_LATEST_TASKS)
+
+    async def find(self, index: int) -> Task | None:
+        """Return the task at a position; None if the split ends before it."""
+        while not self._end - len(self._latest) <= index < self._end:
+            if index < self._end or not self._latest:
+                self._tasks, self._end = self._environment.tasks("test", seed=0), 0
+                self._latest.clear()
+            try:
+                task = next(self._tasks, None)
+            except Exception:
+                self._latest.clear()
+                raise
+            if task is None:
+                return None
+            self._latest.append(task)
+            self._end += 1
+            # Other sessions are answered between two tasks, and may read some.
+            await asyncio.sleep(0)
+        return copy_task(self._latest[index - self._end])
+
+
 @dataclass
 class PlaySession:
     """The state of one connection."""
 
     setup: EnvSetup
     environment: Environment
+    test_tasks: SplitReader
     episode: AttemptState | None = None
     """The current or latest episode; None before the first reset."""
     episode_id: str | None = None
@@ -95,7 +133,7 @@ class PlaySession:
             message = f"seed={seed!r} must be 0 or more, split={split!r} must be train or test"
             raise RequestError("VALIDATION_ERROR", message)
 
-        task = await run_guarded(partial(_find_task, self.environment, split, seed))
+        task = await run_guarded(partial(self._find_task, split, seed))
         if task is None:
             raise RequestError("VALIDATION_ERROR", f"the {split} split has no task {seed}")
         messages = await reset_environment(self.environment, task)
@@ -103,6 +141,12 @@ class PlaySession:
         self.episode_id = str(data.get("episode_id") or uuid.uuid4())
         self.n_steps, self.is_done = 0, False
         return _observe(messages, None, False)
+
+    async def _find_task(self, split: Split, index: int) -> Task | None:
+        """Return a task of a split; None if the split ends before it."""
+        if split == "test":
+            return await self.test_tasks.find(index)
+        return next(self.environment.tasks("train", seed=0, start=index), None)
 
     async def _step(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """Take one action in the episode, or list the tools, and return the observation."""
@@ -145,19 +189,6 @@ class PlaySession:
         if not isinstance(outcome, Scored):
             raise RequestError("EXECUTION_ERROR", f"the episode can't be judged: {outcome}")
         return outcome.reward
-
-
-async def _find_task(environment: Environment, split: Split, index: int) -> Task | None:
-    """Return a task of a split; None if the split ends before it."""
-    if split == "train":
-        return next(environment.tasks(split, seed=0, start=index), None)
-    # Not every test split has direct access: a generated one is made from its beginning, which may
-    # take long or have no end. Other sessions are answered between two tasks.
-    for i, task in enumerate(environment.tasks(split, seed=0)):
-        if i == index:
-            return task
-        await asyncio.sleep(0)
-    return None
 
 
 def _is_unjudged(step: Step) -> bool:
@@ -208,6 +239,7 @@ class EnvironmentServer:
         self._name = name
         self._n_free = sessions
         self._hosts = hosts
+        self._test_tasks = SplitReader(setup.environment)
 
     def answer_http(self, connection: Any, request: Any) -> Any:
         """Return the answer to a plain HTTP request; None for the WebSocket."""
@@ -245,7 +277,7 @@ class EnvironmentServer:
 
     async def _play_session(self, socket: Any, text: str | bytes) -> None:
         self._n_free -= 1
-        session = PlaySession(self._setup, copy.copy(self._setup.environment))
+        session = PlaySession(self._setup, copy.copy(self._setup.environment), self._test_tasks)
         answering = leave_when_cancelled(_answer_requests(session, socket, text))
         try:
             await _wait_for_end(asyncio.ensure_future(answering), socket)

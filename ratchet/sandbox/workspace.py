@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.resources import files as resources
+from pathlib import PurePosixPath
 from typing import Any
 
 from ratchet.sandbox import shell
@@ -29,6 +30,9 @@ SHELL_PROCESSES = 32
 # Maximum size of a session's files. A remote service keeps 1 MiB of an answer, and base64 adds a
 # third to the size of files.
 MAX_FILES_KIB = 512
+# Maximum number of files and directories that `put` leaves. The local sandbox holds 1024, and
+# without some free ones the next command could not begin.
+MAX_ENTRIES = 900
 
 
 class Workspace:
@@ -133,6 +137,12 @@ class Workspace:
         if sum(len(data or b"") for _, data in new_files.values()) > MAX_FILES_KIB << 10:
             raise TooLarge(
                 f"the session's files take more than {MAX_FILES_KIB} KiB: use the docker sandbox"
+            )
+        paths = map(PurePosixPath, new_files)
+        if len({entry for path in paths for entry in (path, *path.parents)}) > MAX_ENTRIES:
+            raise TooLarge(
+                f"the session has more than {MAX_ENTRIES} files and directories: use the docker "
+                "sandbox"
             )
         self._files = new_files
 

@@ -16,6 +16,7 @@ from websockets.asyncio.client import connect
 from websockets.asyncio.server import serve as serve_websocket
 from websockets.exceptions import InvalidStatus
 
+from ratchet.commands import serve_env
 from ratchet.commands.serve_env import EnvironmentServer, build_served_setup
 from ratchet.config.resolve import build, resolve
 from ratchet.errors import ConfigError
@@ -184,6 +185,35 @@ def test_a_session_that_waits_ends_with_its_client_and_with_the_server(split):
         return full["data"]["code"], first["type"]
 
     assert asyncio.run(asyncio.wait_for(run(), 60)) == ("CAPACITY_REACHED", "observation")
+
+
+def test_a_pass_over_the_test_split_reads_each_task_once(monkeypatch):
+    monkeypatch.setattr(serve_env, "MAX_LATEST_TASKS", 2)
+    n_read = 0
+
+    class Counting(FakeEnvironment):
+        def tasks(self, split, *, seed, start=0):
+            nonlocal n_read
+            for i in range(start, 5 if split == "test" else 9):
+                n_read += 1
+                yield Task(f"{split}/{i}", (Message("user", "1"),))
+
+    async def run():
+        resets = [
+            {"type": "reset", "data": {"seed": seed, "split": "test"}}
+            for seed in (0, 1, 1, 3, 2, 4, 5, 0)
+        ]
+        async with served(Counting()) as url:
+            answers = []
+            for reset in resets:  # each in a session of its own
+                answers += await ask(url, reset, {"type": "state"})
+        return answers
+
+    answers = asyncio.run(run())
+    ids = [answer["data"].get("task_id") for answer in answers[1::2]]
+    assert ids == [*(f"test/{i}" for i in (0, 1, 1, 3, 2, 4)), None, "test/0"]
+    assert "has no task 5" in answers[12]["data"]["message"]
+    assert n_read == 5 + 1, "only task 0 was read again"
 
 
 @pytest.mark.parametrize(

@@ -111,11 +111,17 @@ def test_a_layer_that_is_computed_again_drops_the_same():
     cases = [
         {"shape": "tied", "kind": "grpo", "options": own, "adapter": dropping} for own in options
     ]
-    kept, again = (
+    # A layer has the same masks in any stage.
+    stages = [{"pipeline_parallel": 2, "pipeline_chunks": n} for n in (1, 2)]
+    cases += [{**cases[0], "shape": "untied", "options": own} for own in stages]
+    kept, again, halves, quarters = (
         found[0][0]
         for found in by_case(run_ranks(2, "learners.megatron_cases:run", cases, timeout_s=600))
     )
     assert kept == again
+    assert [step["grad_norm"] for step in halves] == pytest.approx(
+        [step["grad_norm"] for step in quarters], rel=1e-4
+    )
     assert kept[0]["grad_norm"] != pytest.approx(
         expected("tied", "grpo", EVERY)[0][0]["grad_norm"], rel=1e-3
     )

@@ -201,6 +201,7 @@ CHOICES = [
     ("The answer is A. No, wait: the correct answer is B.", "B"),
     ("Final Answer: C", "C"),
     ("answer would be option C", "C"),
+    ("so the answer must be C, not A.", "C"),
     ("The correct option is C", "C"),
     (r"so \boxed{C}", "C"),
     (r"so \boxed{\text{(C)}}", "C"),

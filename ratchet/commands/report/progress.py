@@ -23,7 +23,8 @@ class ProgressReader:
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
-        self._stages: tuple[float, list[tuple[str, int]]] = (-1.0, [])
+        self._stages: list[tuple[str, int]] = []  # name and number of steps of each
+        self._recipe_time: float | None = None  # when the recipe that was read had changed
         self._forget()
 
     def _forget(self) -> None:
@@ -33,15 +34,18 @@ class ProgressReader:
         self._is_share = True
         self._recent_s: list[float] = []
 
-    def read(self) -> dict[str, Any]:
+    def read(self, *, read_recipe: bool = True) -> dict[str, Any]:
         """Return the run's stages, last step, number of steps, start and latest results.
 
         `is_share` says if the accuracy may be shown as a percentage: it is False once a reward of
         an evaluation was below 0 or above 1. `seconds_left` is the number of steps still to run
-        times the mean time of the latest steps.
+        times the mean time of the latest steps. Without `read_recipe`, the stages are those of the
+        last read.
         """
         self._read_metrics()
-        stages = self._read_stages()
+        if read_recipe and self.has_new_recipe():
+            self._read_stages()
+        stages = self._stages
         steps = sum(n_steps for _, n_steps in stages)
         seconds_left = None
         if self._recent_s and steps:
@@ -57,15 +61,23 @@ class ProgressReader:
             "is_share": self._is_share,
         }
 
-    def _read_stages(self) -> list[tuple[str, int]]:
-        """Return name and number of steps of each stage; [] if the recipe is damaged."""
+    def has_new_recipe(self) -> bool:
+        """Return True if the recipe has changed since it was read, or was not read yet."""
+        return self._get_recipe_time() != self._recipe_time
+
+    def _get_recipe_time(self) -> float | None:
         try:
-            changed_at = self.directory.config.stat().st_mtime
-            if changed_at != self._stages[0]:
-                self._stages = changed_at, list_stages(self.directory.read_config())
-        except (OSError, RunDirectoryError):
-            return []
-        return self._stages[1]
+            return self.directory.config.stat().st_mtime
+        except OSError:
+            return None
+
+    def _read_stages(self) -> None:
+        """Read the stages; there are none if the recipe is damaged or absent."""
+        self._recipe_time = self._get_recipe_time()
+        try:
+            self._stages = list_stages(self.directory.read_config())
+        except RunDirectoryError:
+            self._stages = []
 
     def _read_start(self) -> str | None:
         """Return the timestamp of the first line of run.log; None if there is none."""

@@ -130,7 +130,7 @@ class RunReader:
             for evidence in alarms
         ]
 
-    def read_version(self) -> dict[str, Any]:
+    def read_version(self, *, read_recipe: bool = True) -> dict[str, Any]:
         """Return the run's state and progress, and values that change with its files.
 
         The result changes whenever the run has new content for the page. Only new lines of the
@@ -142,7 +142,7 @@ class RunReader:
             "metrics": size,
             "changed": modified_at,
             "record": self.rollouts.read_stamp(),
-            "progress": replace_non_finite(self.progress.read()),
+            "progress": replace_non_finite(self.progress.read(read_recipe=read_recipe)),
         }
 
 

@@ -28,6 +28,7 @@ from ratchet.web.server import Server
 
 HOST = "127.0.0.1"
 MAX_MATCHES = 2000  # rollouts that a search returns
+MAX_NEW_RECIPES = 64  # that one list of runs reads; each takes some 20 ms
 MAX_DETAILS = 64  # rollouts whose details one request can get
 LIMITS = ServerLimits(connections=64, grace_s=1.0)
 HEADERS = {
@@ -64,7 +65,16 @@ class RunReaders:
     # --- answers to requests
 
     def list_runs(self, query: Query) -> tuple[str, bytes]:
-        return JSON, _to_json({name: run.read_version() for name, run in self.refresh().items()})
+        """Return the state and progress of each run.
+
+        One answer reads only some new recipes, so that the first one for hundreds of runs comes
+        soon; the stages of the others follow in the next answers.
+        """
+        versions, n_new = {}, 0
+        for name, run in self.refresh().items():
+            n_new += run.progress.has_new_recipe()
+            versions[name] = run.read_version(read_recipe=n_new <= MAX_NEW_RECIPES)
+        return JSON, _to_json(versions)
 
     def run(self, query: Query) -> tuple[str, bytes]:
         """Return the run's facts, and its metrics of the steps after the query's `after`.

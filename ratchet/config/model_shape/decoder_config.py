@@ -159,6 +159,8 @@ class DecoderConfig:
     expert_intermediate_size: int = 0
     renormalise: bool = True  # the weights of a token's experts are scaled to sum to 1
     dense_layers: tuple[int, ...] = ()  # layers without experts, in a family that has experts
+    # Content of `generation_config.json`, which other programs read: also defaults of sampling.
+    generation: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -294,6 +296,7 @@ class DecoderConfig:
             eos_ids=read_ids((generation or {}).get("eos_token_id"))
             or read_ids(hf.get("eos_token_id", family.eos_id)),
             **_read_experts(hf, family),
+            generation=generation or {},
         )
 
     def to_hf(self) -> dict[str, Any]:

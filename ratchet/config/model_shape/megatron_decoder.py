@@ -158,6 +158,7 @@ def read_megatron_decoder(
         n_experts=hf[facts.expert_count_key],
         experts_per_token=hf["num_experts_per_tok"],
         hf=hf,
+        generation=generation or {},
         **fields,
     )
 

@@ -1,11 +1,8 @@
-"""Run rendering and tokenizing in threads beside the event loop, and bound the size of texts."""
+"""Render the prompt of a conversation, and bound the size of texts."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,25 +11,12 @@ from ratchet.errors import DataError
 from ratchet.experience.openai_proxy.strands import AgentAnswer, AgentPrompt
 from ratchet.types import Message
 
-# Threads that render prompts outside the event loop. They run in parallel, because tokenizing
-# releases the GIL.
-RENDERING = ThreadPoolExecutor(4, thread_name_prefix="render")
 # Maximum of messages times assistant turns in a conversation that extends no answer. A template
 # renders all messages before each turn, which takes two seconds at this size.
 MAX_RENDERED = 2**19
 MAX_IMAGES = 64  # per conversation; each is decoded, and encoded by the model
 # Maximum number of characters that a tokenizer's normalisation (such as NFKC) merges into one.
 MAX_MERGED_CHARS = 4
-T = TypeVar("T")
-
-
-async def run_in_thread(work: Callable[[], T]) -> T:
-    """Return the result of `work`, run in a thread so that the event loop continues.
-
-    Rendering, tokenizing or decoding a long text takes seconds, and no other request should wait
-    for that.
-    """
-    return await asyncio.get_running_loop().run_in_executor(RENDERING, work)
 
 
 def count_max_chars(renderer: Renderer, max_context: int) -> int:

@@ -23,7 +23,7 @@ from ratchet.experience.openai_proxy.anthropic import (
     MessagesRequest,
 )
 from ratchet.experience.openai_proxy.handler import RequestHandler
-from ratchet.experience.openai_proxy.rendering import count_max_chars, run_in_thread
+from ratchet.experience.openai_proxy.rendering import count_max_chars
 from ratchet.experience.openai_proxy.replies import (
     ReplyFormat,
     make_reply,
@@ -37,6 +37,7 @@ from ratchet.experience.openai_proxy.responses_api.request import ResponsesReque
 from ratchet.experience.openai_proxy.responses_api.store import StoredResponse
 from ratchet.experience.openai_proxy.schema import ChatMessage, ChatRequest
 from ratchet.experience.openai_proxy.wire import MODEL, ApiError, IgnoredFields, SamplingFields
+from ratchet.experience.rollout.render_thread import run_in_thread
 from ratchet.web.guard import get_api_key
 
 # Tokens of the different prompts of one request that are with the generator at once. With more, the

@@ -28,11 +28,7 @@ from ratchet.data.chat.task_variables import get_renderer_with
 from ratchet.data.chat.thinking import has_malformed_thinking
 from ratchet.errors import ConfigError, DataError, RatchetError
 from ratchet.experience.openai_proxy.answers import TokenScores, cut_at_stop_string
-from ratchet.experience.openai_proxy.rendering import (
-    count_max_chars,
-    render_prompt,
-    run_in_thread,
-)
+from ratchet.experience.openai_proxy.rendering import count_max_chars, render_prompt
 from ratchet.experience.openai_proxy.responses_api.store import MAX_ATTEMPT_BYTES, ResponseStore
 from ratchet.experience.openai_proxy.schema import ChatRequest
 from ratchet.experience.openai_proxy.strands import (
@@ -52,6 +48,7 @@ from ratchet.experience.openai_proxy.wire import (
     SamplingFields,
     apply_sampling,
 )
+from ratchet.experience.rollout.render_thread import run_in_thread
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import GENERATE, waiting
 from ratchet.observe.tracing.request_span import trace_request

@@ -12,8 +12,12 @@ L = tokens of the trajectory so far.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
 
 from ratchet.data.chat.inline_text import merge_inline
 from ratchet.data.chat.renderer import Renderer
@@ -26,8 +30,14 @@ from ratchet.experience.rollout.environment_answers import (
     reward_cut_attempt,
     step_environment,
 )
-from ratchet.experience.rollout.episode_state import EpisodeState, EpisodeStrand, PromptCache
+from ratchet.experience.rollout.episode_state import (
+    EpisodeState,
+    EpisodeStrand,
+    PromptCache,
+    render_prompt,
+)
 from ratchet.experience.rollout.history import observe
+from ratchet.experience.rollout.render_thread import run_beside_loop
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import GENERATE, Wait, waiting
 from ratchet.observe.tracing.request_span import trace_request
@@ -40,6 +50,7 @@ from ratchet.types import (
     Message,
     Outcome,
     Owner,
+    PlacedMedium,
     Sampling,
     StopReason,
     Task,
@@ -48,6 +59,8 @@ from ratchet.types import (
     Turn,
 )
 from ratchet.utils.user_code import UserCodeFailed, leave_when_cancelled
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -126,7 +139,8 @@ class EpisodePlayer:
             state.metrics["malformed_tool_calls"] = 0
         strand = state.strand
         state.turn_starts.append(len(state.messages))
-        prompt, strand.media = prompt_cache.render(self.renderer, state.messages, state.tools)
+        state.waits_for = "the tokenizer"
+        prompt, strand.media = await prompt_cache.render(self.renderer, state.messages, state.tools)
         strand.record.add(Owner.PROMPT, prompt)
         for turn_index in range(self.max_turns):
             room = self.max_context - state.strand.record.length
@@ -242,7 +256,7 @@ class EpisodePlayer:
         """
         state.strand.message_count = len(state.messages)
         if observation[0].role == "inline":
-            self._append_inline(state, observation)
+            await self._append_inline(state, observation)
             return
         start = state.turn_starts[-1]
         # With inline text the turn has several messages, which the template sees as one.
@@ -264,21 +278,23 @@ class EpisodePlayer:
                 state.turn_starts,
                 self.history_window,
             )
-            self._begin_strand(state, prompt)
+            await self._begin_strand(state, prompt)
         elif state.environment.raw_observations:
-            state.strand.record.add(Owner.ENVIRONMENT, self._encode_raw(sampled, observation))
-        elif not self._extend_strand(state, sampled, reply, observation):
-            self._begin_strand(state, state.messages)
+            work = partial(self._encode_raw, sampled, observation)
+            new_tokens = await _render(state, observation, work)
+            state.strand.record.add(Owner.ENVIRONMENT, new_tokens)
+        elif not await self._extend_strand(state, sampled, reply, observation):
+            await self._begin_strand(state, state.messages)
         state.turn_starts.append(len(state.messages))
 
-    def _begin_strand(self, state: EpisodeState, messages: Sequence[Message]) -> None:
+    async def _begin_strand(self, state: EpisodeState, messages: Sequence[Message]) -> None:
         """Begin a strand whose prompt is `messages`."""
-        prompt = self.renderer.prompt(messages, state.tools)
-        state.strands.append(EpisodeStrand())
+        work = partial(render_prompt, self.renderer, messages, state.tools)
+        prompt, media = await _render(state, messages, work)
+        state.strands.append(EpisodeStrand(media=media))
         state.strand.record.add(Owner.PROMPT, prompt)
-        state.strand.media = self.renderer.media(prompt, messages)
 
-    def _extend_strand(
+    async def _extend_strand(
         self,
         state: EpisodeState,
         sampled: Sequence[int],
@@ -292,15 +308,22 @@ class EpisodePlayer:
             reply: The message that was parsed from them.
         """
         history = tuple(state.messages[: state.turn_starts[-1]])
-        tools = state.tools
-        if not self.renderer.keeps_turn(
-            sampled, observation, history=history, reply=reply, tools=tools
-        ):
+        tools, renderer = state.tools, self.renderer
+
+        def render() -> tuple[np.ndarray, tuple[PlacedMedium, ...]] | None:
+            if not renderer.keeps_turn(
+                sampled, observation, history=history, reply=reply, tools=tools
+            ):
+                return None
+            extension = renderer.extend(sampled, observation, history=history, tools=tools)
+            return np.asarray(extension, dtype=np.int64), renderer.media(extension, observation)
+
+        rendered = await _render(state, (*history, *observation), render)
+        if rendered is None:
             return False
-        new_tokens = self.renderer.extend(sampled, observation, history=history, tools=tools)
+        new_tokens, media = rendered
         start = state.strand.record.length
         state.strand.record.add(Owner.ENVIRONMENT, new_tokens)
-        media = self.renderer.media(new_tokens, observation)
         state.strand.media += tuple(placed._replace(start=start + placed.start) for placed in media)
         return True
 
@@ -312,13 +335,19 @@ class EpisodePlayer:
             )
         return self.renderer.encode_raw(sampled, observation, allow_special=True)
 
-    def _append_inline(self, state: EpisodeState, observation: Sequence[Message]) -> None:
+    async def _append_inline(self, state: EpisodeState, observation: Sequence[Message]) -> None:
         if state.tools is not None:
             raise UserCodeFailed(
                 f"{type(state.environment).__name__}.step returned inline text, and the task "
                 "offers tools: a call can't be read from a continued turn, so offer one of both"
             )
-        new_tokens = self.renderer.encode_raw(state.turn_tokens, observation)
+        work = partial(self.renderer.encode_raw, state.turn_tokens, observation)
+        new_tokens = await _render(state, observation, work)
         state.messages.extend(observation)
         state.turn_tokens.extend(new_tokens)
         state.strand.record.add(Owner.ENVIRONMENT, new_tokens)
+
+
+async def _render(state: EpisodeState, messages: Sequence[Message], work: Callable[[], T]) -> T:
+    state.waits_for = "the tokenizer"
+    return await run_beside_loop(messages, work)

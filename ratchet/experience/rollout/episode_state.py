@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ratchet.allowed_tokens import AllowedTokens
 from ratchet.data.chat.renderer import Renderer, Tools
+from ratchet.experience.rollout.render_thread import run_beside_loop
 from ratchet.protocols import Environment
 from ratchet.types import (
     Completion,
@@ -24,6 +27,14 @@ from ratchet.types import (
 )
 
 
+def render_prompt(
+    renderer: Renderer, messages: Sequence[Message], tools: Tools | None
+) -> tuple[np.ndarray, tuple[PlacedMedium, ...]]:
+    """Return the tokens and media of a conversation's prompt."""
+    tokens = np.asarray(renderer.prompt(messages, tools), dtype=np.int64)
+    return tokens, renderer.media(tokens, messages)
+
+
 class PromptCache:
     """A cache of the first prompt, which the attempts of a group almost always share."""
 
@@ -31,16 +42,18 @@ class PromptCache:
         self.key: tuple[Sequence[Message], Tools | None] | None = None
         self.tokens = np.zeros(0, dtype=np.int64)
         self.media: tuple[PlacedMedium, ...] = ()
+        self._lock = asyncio.Lock()
 
-    def render(
+    async def render(
         self, renderer: Renderer, messages: Sequence[Message], tools: Tools | None
     ) -> tuple[np.ndarray, tuple[PlacedMedium, ...]]:
         """Return the prompt's tokens and media."""
-        if self.key != (messages, tools):
-            self.tokens = np.asarray(renderer.prompt(messages, tools), dtype=np.int64)
-            self.media = renderer.media(self.tokens, messages)
-            self.key = list(messages), tools
-        return self.tokens, self.media
+        async with self._lock:
+            if self.key != (messages, tools):
+                work = partial(render_prompt, renderer, messages, tools)
+                self.tokens, self.media = await run_beside_loop(messages, work)
+                self.key = list(messages), tools
+            return self.tokens, self.media
 
 
 @dataclass(slots=True)
@@ -161,7 +174,7 @@ class EpisodeState:
     turn_tokens: list[int] = field(default_factory=list)
     turn_starts: list[int] = field(default_factory=list)  # number of messages before each turn
     strands: list[EpisodeStrand] = field(default_factory=lambda: [EpisodeStrand()])
-    waits_for: str = "the environment"  # or "the generator"
+    waits_for: str = "the environment"  # or "the generator", "the tokenizer"
     last_rendered: str = "the prompt"  # names the text that was rendered last, for errors
     metrics: dict[str, float] = field(
         default_factory=lambda: {"turns": 0.0, "turn_limit": 0.0, "retries": 0.0}

@@ -27,7 +27,7 @@ class SeededDropout(nn.Module):
     So a resumed run gets the same mask, and so do recomputed activations.
     """
 
-    def __init__(self, probability: float, name: str | int) -> None:
+    def __init__(self, probability: float, name: str) -> None:
         """Create a layer that drops nothing until `seed` is set.
 
         Args:

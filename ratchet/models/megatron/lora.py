@@ -33,12 +33,14 @@ def attach(stages: Sequence[MegatronStage], sizes: MegatronSizes, adapter: Adapt
             for path, module in stage.named_modules()
             if isinstance(module, AdaptableLinear) and not (is_fused and module.is_expert)
         ]
-        for number, (path, linear) in enumerate(linears):
-            targets = _group_by_target(layout[f"{path}.weight"], target_names)
+        for path, linear in linears:
+            pieces = layout[f"{path}.weight"]
+            targets = _group_by_target(pieces, target_names)
             if targets:
-                # Seeds the dropout: unique over all stages, and the same on all ranks of a stage.
-                dropout_index = stage.stage_index.index + stage.stage_index.count * number
-                linear.adapter = ParallelLoRA(linear, targets, adapter.lora, dropout_index)
+                # The numbers of layers and experts in `path` count those of this rank only.
+                module, _, _ = pieces[0].name.rsplit(".", 2)
+                name = f"{module}.{path.rpartition('.')[2]}"
+                linear.adapter = ParallelLoRA(linear, targets, adapter.lora, name)
         init_adapters(stage, adapter, make_adapter_layout(stage))
 
 

@@ -109,13 +109,13 @@ class ParallelLoRA(SwitchableAdapter):
         linear: AdaptableLinear,
         targets: Mapping[str, Sequence[WeightPiece]],
         lora: LoRAConfig,
-        index: int,
+        name: str,
     ) -> None:
         """Allocate the factors.
 
         Args:
             targets: pieces of each target, by name.
-            index: see `SeededDropout`; the same on all ranks.
+            name: see `SeededDropout`.
         """
         super().__init__()
         weight = linear.weight
@@ -130,8 +130,8 @@ class ParallelLoRA(SwitchableAdapter):
         )
         # Ranks with different inputs need different dropout masks.
         has_own_inputs = self.sequence or self.sharding is DIVIDED_INPUTS
-        rank = self.group.rank() if has_own_inputs else 0
-        self.dropout = SeededDropout(lora.dropout, index * self.group.size() + rank)
+        suffix = f".{self.group.rank()}" if has_own_inputs else ""
+        self.dropout = SeededDropout(lora.dropout, f"{name}{suffix}")
         for factors in self.targets.values():
             set_tensor_model_parallel_attributes(
                 getattr(factors, self.sharding.divided_factor), True, self.sharding.dim, 1

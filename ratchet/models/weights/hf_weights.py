@@ -374,7 +374,11 @@ def save_model_directory(
 ) -> None:
     """Write a model directory like `save_decoder`, from a shape and weights, not a decoder."""
     config = shape.to_hf() | {"dtype": str(dtype).removeprefix("torch."), "use_cache": True}
-    generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
+    generation = {
+        "bos_token_id": config["bos_token_id"],
+        **shape.generation,
+        "eos_token_id": config["eos_token_id"],
+    }
     directory.mkdir(parents=True, exist_ok=True)
     save_weights(weights, directory, dtype, max_shard_bytes)
     write_json(

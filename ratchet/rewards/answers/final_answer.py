@@ -12,6 +12,7 @@ from ratchet.errors import DataError
 from ratchet.rewards.answers.numeric import (
     MINUS_SIGNS,
     SCALE,
+    SCALES,
     find_last_match,
     has_minus_before_box,
     parse_bare_number,
@@ -50,6 +51,8 @@ SYMBOLS = str.maketrans(
         "ℤ": "\\mathbb{Z}",
     }
 )
+# A number, perhaps with a unit, that is all in one text command.
+TEXT_NUMBER = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{\s*([-+]?(?:\\?\$)?[0-9][^{}\\]*)\}")
 ROOT = re.compile(r"√ ?(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9]+|[A-Za-z]))")
 
 
@@ -117,10 +120,14 @@ SUFFIX = re.compile(
     rf"(?:{'|'.join(UNITS)}))|{SCALE})(?:\}}?\^\{{?([0-9]))?$"
 )
 SUM = re.compile(r"\+|[\w})]\s*-")
-# A currency before or after a number. A dollar sign of two surrounds a formula.
-CURRENCY = re.compile(
-    r"(?P<dollar>^-?(?:US)?(?:\\?\$|USD)-? ?[0-9.][^$]*$|\b(?:dollars?|USD)\W*$)"
-    r"|(?P<euro>^-?€|(?:\beuros?|€)[^\w€]*$)|(?P<cent>(?:\bcents?|¢)[^\w¢]*$)"
+# A currency before or after a number, per cent, or degrees. A dollar sign of two surrounds a
+# formula.
+QUANTITY = re.compile(
+    r"(?P<dollar>^-?(?:US)?(?:\\?\$|USD)-? ?[0-9.][^$]*$|\b(?:dollars?|USD)(?:\W*$| ?(?:/|per\b)))"
+    r"|(?P<euro>^-?€|(?:\beuros?|€)(?:[^\w€]*$| ?(?:/|per\b)))"
+    r"|(?P<cent>(?:\bcents?|¢)(?:[^\w¢]*$| ?(?:/|per\b)))"
+    r"|(?P<percent>(?:%|\bper ?cent)[^\w%]*$)"
+    r"|(?P<degree>(?:\^\{?\\circ|\\degree|°|\bdegrees?)\W{0,4}$)"
 )
 # A unit at the end, as in 5\text{ cm}^2, 5 km/h and 5 miles per hour.
 UNIT = re.compile(
@@ -187,7 +194,12 @@ def extract_first_tagged(text: str) -> str | None:
 
 
 def spell_latex(answer: str) -> str:
-    """Return an answer with mathematical symbols, such as √2, ½ and ∞, as LaTeX."""
+    """Return an answer with mathematical symbols, such as √2, ½ and ∞, as LaTeX.
+
+    Of \\text{5 cm}, it returns the content.
+    """
+    text = TEXT_NUMBER.fullmatch(answer.strip())
+    answer = text[1] if text else answer
     if answer.isascii():
         return answer
     roots = ROOT.sub(lambda root: f"\\sqrt{{{root[1] or root[2] or root[3] or ''}}}", answer)
@@ -213,12 +225,12 @@ def name_different_variables(a: str, b: str) -> bool:
 def end_with_different_suffixes(a: str, b: str) -> bool:
     """True if both answers end with AM or PM, a word of scale or a unit, and these differ.
 
-    So "9 AM" is not "9 PM", "10 cents" is not "\\$10", and "5 cm" is neither "5 m" nor "5 cm^2",
-    which algebra takes for equal.
+    So "9 AM" is not "9 PM", "10 cents" is not "\\$10", "5\\%" is not "\\$5", and "5 cm" is neither
+    "5 m" nor "5 cm^2", which algebra takes for equal.
     """
     return any(
         len({read(text) for text in (a, b)} - {None}) == 2
-        for read in (_read_suffix, _read_currency)
+        for read in (_read_suffix, _read_quantity)
     )
 
 
@@ -236,9 +248,12 @@ def _read_suffix(text: str) -> tuple[str, ...] | None:
     return (*(UNITS.get(part, part) for part in parts), match[2] or "")
 
 
-def _read_currency(text: str) -> str | None:
-    match = CURRENCY.search(text.strip())
-    return match and match.lastgroup
+def _read_quantity(text: str) -> str | None:
+    """Return the currency of an answer, or "percent", "degree" or "unit"; None if it has none."""
+    if match := QUANTITY.search(spell_latex(text).strip()):
+        return match.lastgroup
+    suffix = _read_suffix(text)
+    return None if suffix is None or suffix[0] in SCALES else "unit"
 
 
 def _split_name(latex: str) -> tuple[str, str]:

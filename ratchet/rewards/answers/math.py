@@ -67,6 +67,9 @@ LEADING_WORDS = re.compile(
 )
 DECIMALS = re.compile(r"\.[0-9]*[1-9]")
 WITH_BASE = re.compile(r"[0-9A-Z]+_\{?([0-9]+)\}?")
+# A set, and a tuple or an open interval, without others inside, perhaps after "x in".
+SET = re.compile(r"(?:[^\\]{1,8}\\in)?\\\{[^()\[\],]*,[^()\[\]]*\\\}")
+TUPLE = re.compile(r"(?:[^\\]{1,8}\\in)?\([^()\[\],]*,[^()\[\]]*\)")
 # Matches answers to several parts, "(a) 5 (b) 6", which math-verify multiplies.
 PARTS = re.compile(r"\((?:a|i|1)\)\s*[^()\s].*\((?:b|ii|2)\)\s*[^()\s]", re.DOTALL)
 SPACES = r"(?:\s|~|\\[,;: ])*"
@@ -143,6 +146,7 @@ class Math(FinalAnswer):
             or PARTS.search(answer)
             or _are_plain_numbers(answer, gold)
             or _have_different_bases(answer, gold)
+            or _are_set_and_tuple(answer, gold)
         ):
             return 0.0
         try:
@@ -211,6 +215,15 @@ def _have_different_bases(a: str, b: str) -> bool:
     """
     bases = [WITH_BASE.fullmatch(normalize_spelling(text)) for text in (a, b)]
     return bases[0] is not None and bases[1] is not None and bases[0][1] != bases[1][1]
+
+
+def _are_set_and_tuple(a: str, b: str) -> bool:
+    """True if one answer is a set and the other a tuple or open interval, as {1,2} and (1,2).
+
+    Algebra takes both for a list.
+    """
+    a, b = normalize_spelling(a), normalize_spelling(b)
+    return any(SET.fullmatch(x) and TUPLE.fullmatch(y) for x, y in ((a, b), (b, a)))
 
 
 def _are_plain_numbers(a: str, b: str) -> bool:

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import logging
 import re
+from typing import Any
 
+from latex2sympy2_extended.sets import FiniteSet
 from math_verify import LatexExtractionConfig, parse, verify
-from sympy import And
+from math_verify.grader import sort_key
+from sympy import And, Tuple
 from sympy.core.relational import Relational
+
+from ratchet.rewards.answers.final_answer import SUM, UNITS
 
 # These loggers warn about every answer that can't be parsed, and that timeouts are disabled.
 for name in ("math_verify", "latex2sympy2_extended"):
@@ -23,6 +28,12 @@ REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{([0-9]+)\}(?!\
 FORMULA = re.compile(r"\$[^$]+\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
 # math-verify reads only the last equation of "x=1 \lor x=2".
 CONNECTIVE = re.compile(r"\\(?:lor|vee|land|wedge)(?![a-zA-Z])")
+# Spellings that math-verify can't parse.
+REPLACEMENTS = ((r"\log_e", r"\ln "), (r"\langle", "("), (r"\rangle", ")"))
+# Variables at the end of an answer, which math-verify takes for units and leaves out.
+VARIABLES = re.compile(r"(?<![A-Za-z\\])(?:[cdghlmost]s?|ab|bc|by|cc|dm|gm|lt|mt|rs|st)$")
+COMMAND = re.compile(r"\\[A-Za-z]+")
+PRIMES = re.compile(r"(?<=[A-Za-z])(?:('+)|\^\{?\s?\\prime\s?\}?)")
 EXPONENT = re.compile(r"([-+]?[0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,3})")
 
 
@@ -36,19 +47,31 @@ def equal(answer: str, gold: str) -> bool:
         return (
             bool(parsed_gold)
             and bool(parsed_answer)
-            and bool(
-                verify(
-                    parsed_gold,
-                    parsed_answer,
-                    timeout_seconds=None,
-                    allow_set_relation_comp=is_solved(parsed_answer[0]),
-                )
+            and verify(
+                parsed_gold,
+                parsed_answer,
+                timeout_seconds=None,
+                allow_set_relation_comp=is_solved(parsed_answer[0]),
             )
+            and ("\\{" in answer + gold or repeat_equally(parsed_gold[0], parsed_answer[0]))
         )
     # A parser's bug on one answer must not stop the run. The check at the end of this module
     # catches a parser that fails on every answer.
     except Exception:
         return False
+
+
+def repeat_equally(gold: Any, answer: Any) -> bool:
+    """False if a list repeats other elements than the other: 1,1,2 is not 1,2,2, nor 1,2.
+
+    math-verify compares lists as sets.
+    """
+    sets: list[Any] = [x for x in (gold, answer) if isinstance(x, FiniteSet)]
+    if all(len(x._unsorted_args) == len(x.args) for x in sets):
+        return True
+    lists = [x._unsorted_args if x in sets else [x] for x in (gold, answer)]
+    gold_elements, elements = (Tuple(*sorted(elements, key=sort_key)) for elements in lists)
+    return verify(gold_elements, elements, timeout_seconds=None)
 
 
 def is_solved(parsed: object) -> bool:
@@ -73,6 +96,9 @@ def parse_latex(latex: str) -> list:
     """
     is_sentence = len(FORMULA.findall(latex)) == 1
     latex = EXPONENT.sub(_spell_exponent, latex) if EXPONENT.fullmatch(latex.strip()) else latex
+    for spelling, replacement in REPLACEMENTS:
+        latex = latex.replace(spelling, replacement)
+    latex = _keep_variables(PRIMES.sub(_spell_primes, latex))
     latex = CONNECTIVE.sub(r"\\text{ or }", REPEATING.sub(_make_fraction, _spell_ratio(latex)))
     return parse(
         f"\\boxed{{{latex}}}",
@@ -81,6 +107,27 @@ def parse_latex(latex: str) -> list:
         extraction_mode="any_match" if is_sentence else "first_match",
         parsing_timeout=None,  # pyright: ignore
     )
+
+
+def _spell_primes(primes: re.Match[str]) -> str:
+    """Return primes as an index, since math-verify takes f' for f."""
+    return f"_{{{'p' * len(primes[1] or 'p')}}}"
+
+
+def _keep_variables(latex: str) -> str:
+    """Return an answer that ends with a variable, as 2+3t, with this in braces, which protect it.
+
+    The letter of "5 m" is a unit, and so is that of "1+2 m", but not that of "1+2m" and "n+2 m".
+    """
+    latex = latex.rstrip()
+    variables = VARIABLES.search(latex)
+    if variables is None:
+        return latex
+    name, before = variables[0], latex[: variables.start()]
+    value = COMMAND.sub("", before.rpartition("=")[2])
+    is_number = not any(letter.isalpha() for letter in value)
+    is_unit = is_number and (before[-1:].isspace() or not SUM.search(value))
+    return latex if name in UNITS and is_unit else f"{before}{{{name}}}"
 
 
 def _spell_ratio(latex: str) -> str:

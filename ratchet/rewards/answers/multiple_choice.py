@@ -44,7 +44,7 @@ class MultipleChoice(FinalAnswer):
     def __init__(self, config: MultipleChoiceConfig) -> None:
         self.config = config
         letter = f"(?P<letter>[{config.letters}])(?![\\w-]|['’]\\w)"
-        verb = r"(?:\s{0,3}[:=]|\s{1,3}(?i:is|was|would\sbe)(?:\s{0,3}:)?)?"
+        verb = r"(?:\s{0,3}[:=]|\s{1,3}(?i:is|was|(?:would|must|should)\sbe)(?:\s{0,3}:)?)?"
         noun = r"(?i:\b(?:answer|choice|option)\b)\*{0,2}"
         self._answer_pattern = re.compile(
             rf"{noun}(?P<verb>{verb})\*{{0,2}}\s{{0,3}}(?:(?i:option|choice)\s)?"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from commands.report.made_runs import make_run, write_results
 
+from ratchet.commands.report import server
 from ratchet.commands.report.answers import (
     MAX_REPORT_CHARS,
     list_evaluations,
@@ -56,6 +58,23 @@ def test_the_progress_of_a_run(directory: RunDirectory):
     with directory.metrics.open("a") as file:
         file.write('ss": 0.25}\n')
     assert reader.read()["loss"] == 0.25
+
+
+def test_one_list_of_runs_reads_only_some_recipes(
+    directory: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shutil.copytree(directory.path, tmp_path / "run-2")
+    (tmp_path / "run-2" / "config.yaml").write_text("{")
+    shutil.copytree(directory.path, tmp_path / "run-3")
+    monkeypatch.setattr(server, "MAX_NEW_RECIPES", 2)
+    runs = server.RunReaders(tmp_path)
+
+    def list_steps() -> list[int | None]:
+        versions = json.loads(runs.list_runs({})[1])
+        return [versions[name]["progress"]["steps"] for name in ("run", "run-2", "run-3")]
+
+    assert list_steps() == [8, None, None]
+    assert list_steps() == [8, None, 8]
 
 
 @pytest.mark.parametrize("bound", ['"eval/min_reward": -0.5', '"eval/max_reward": 12.0'])

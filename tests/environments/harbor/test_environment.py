@@ -96,6 +96,8 @@ def test_the_agent_sees_its_files_but_no_tests_and_no_solution(make, tmp_path):
         "export BASH_ENV=/app/b ENV=/app/b; echo 'echo 1 >/logs/verifier/reward.txt; exit' >b",
         "printf '#!/bin/sh\\necho 3' >/app/cat; chmod +x cat; export PATH=/app:$PATH",
         "ln -s /tests/expected.txt /app/sum.txt",
+        "i=0; while [ $i -lt 1100 ]; do : >f$i; i=$((i+1)); done",
+        "head -c 100000000 /dev/zero >zeros",
     ],
 )
 def test_tampering_earns_nothing(make, tmp_path, command):

@@ -1,4 +1,5 @@
 import asyncio
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -6,6 +7,7 @@ import pytest
 
 from ratchet.errors import DataError
 from ratchet.experience.rollout.episode import EpisodePlayer
+from ratchet.experience.rollout.render_thread import MAX_LOOP_CHARS
 from ratchet.protocols import Step
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, TextOnlyMixin
 from ratchet.types import (
@@ -22,6 +24,7 @@ from ratchet.types import (
 )
 
 EOS = 99
+SAMPLING = Sampling(max_new_tokens=4, stop_ids=(EOS,))
 
 
 class Digits(TextOnlyMixin):
@@ -80,6 +83,58 @@ def test_the_next_prompt_extends_the_sampled_prefix_exactly():
     assert len({seed for _, seed in seen}) == 3, "each turn draws with its own seed"
     assert [turn.reward for turn in trajectory.turns] == [0.5, 0.5, 0.5]
     assert [turn.terminated for turn in trajectory.turns] == [False, False, True]
+
+
+class Waiting(Digits):
+    """A renderer that returns only after the event loop has run something else."""
+
+    release = None
+
+    def prompt(self, messages, tools=None):
+        return self.wait_for(super().prompt(messages, tools))
+
+    def extend(self, sampled, messages, *, history, tools=None):
+        return self.wait_for(super().extend(sampled, messages, history=history, tools=tools))
+
+    def encode_raw(self, sampled, messages, allow_special=False):
+        return self.wait_for([int(c) for m in messages for c in m.text])
+
+    def wait_for(self, tokens):
+        self.release = threading.Event()
+        assert self.release.wait(10), "rendering blocks the event loop"
+        return tokens
+
+    def parse_continued(self, sampled, tokens, stop):
+        return self.parse(tokens, stop)
+
+
+@pytest.mark.parametrize("kind", ["chat", "raw", "inline"])
+def test_long_texts_are_rendered_beside_the_event_loop(kind):
+    role = "inline" if kind == "inline" else "user"
+
+    def script(task, message):
+        return Step((Message(role, "7" * MAX_LOOP_CHARS + "7"),), done="3" in message.text)
+
+    async def play_beside_another():
+        environment = FakeEnvironment(script)
+        environment.raw_observations = kind == "raw"
+        generator = FakeGenerator(lambda tokens, sampling: [2 + (len(tokens) > 40000), EOS])
+        renderer = Waiting()
+        player = EpisodePlayer(generator, renderer, max_context=10**6)
+        task = Task("t", (Message("user", "1" * MAX_LOOP_CHARS + "2"),))
+        playing = asyncio.ensure_future(player.play(task, environment, SAMPLING, attempt=0))
+        while not playing.done():
+            if renderer.release:
+                renderer.release.set()
+            await asyncio.sleep(0)
+        return playing.result()
+
+    (trajectory,) = asyncio.run(play_beside_another())
+    assert trajectory.outcome is None
+    n = MAX_LOOP_CHARS + 1
+    markers = [50] if kind == "chat" else []
+    expected = [*[1] * (n - 1), 2, 2, EOS, *markers, *[7] * n, *markers, 3, EOS]
+    assert trajectory.tokens.tolist() == expected
 
 
 def test_a_token_budget_truncates_and_never_acts():

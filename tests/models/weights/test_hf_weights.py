@@ -196,11 +196,15 @@ def test_a_failed_save_leaves_the_old_file_and_no_partial_one(tmp_path, monkeypa
     assert not list(tmp_path.glob(".*"))
 
 
-def test_end_ids_come_from_the_generation_config(tmp_path):
+def test_end_ids_come_from_the_generation_config_which_is_saved_with_the_model(tmp_path):
     save_decoder(small(eos_ids=(5,)), tmp_path)
     assert read_config(tmp_path).eos_ids == (5,)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 5]}')
+    generation = {"eos_token_id": [6, 5], "pad_token_id": 6, "temperature": 0.6, "top_p": 0.95}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert read_config(tmp_path).eos_ids == (6, 5)
+    save_decoder(load_decoder(tmp_path), tmp_path / "trained")
+    trained = json.loads((tmp_path / "trained" / "generation_config.json").read_text())
+    assert trained == generation
 
 
 # --- what is refused

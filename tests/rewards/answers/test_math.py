@@ -64,6 +64,8 @@ PLAIN_RIGHT = [
     (r"\boxed{12:30 PM}", r"12:30\text{ PM}"),
     (r"\boxed{12 cm^2}", r"12\text{ cm}^{2}"),
     (r"\boxed{\frac 1 2}", r"\frac12"),
+    (r"\boxed{\text{5 cm}}", "5"),
+    (r"\boxed{\$5\text{ per hour}}", r"5\text{ dollars per hour}"),
 ]
 ALGEBRA_RIGHT = [
     (r"\boxed{2+4=6}", "6"),
@@ -99,6 +101,18 @@ ALGEBRA_RIGHT = [
     (r"\boxed{4m^2 + 2s^2}", "2s^2 + 4m^2"),
     (r"\boxed{x \ge 1}", r"[1,\infty)"),
     (r"\boxed{1 < x \le 2}", "(1,2]"),
+    (r"\boxed{2, 1, 2}", "1,2,2"),
+    (r"\boxed{\frac12, 0.5, 1}", r"1, \frac12, \frac12"),
+    (r"\boxed{1, 1, 2}", r"\{1, 2\}"),
+    (r"\boxed{(1, 2)}", "1, 2"),
+    (r"\boxed{\ln 2}", r"\log_e 2"),
+    (r"\boxed{\langle 0.5, 2\rangle}", r"(\frac12, 2)"),
+    (r"\boxed{5t + 20}", "20 + 5t"),
+    (r"\boxed{-t + n}", "n - t"),
+    (r"\boxed{2 f'(x) f(x)}", r"2f(x) f^{\prime}(x)"),
+    (r"\boxed{f'(x) = 2x}", "x+x"),
+    (r"\boxed{6+4\sqrt{2} m}", r"4\sqrt{2}+6"),
+    (r"\boxed{5 mph}", "5"),
 ]
 WRONG = [
     (r"\boxed{6+4\sqrt{2}\text{ cm}}", r"6+4\sqrt{2}\text{ m}"),
@@ -168,6 +182,20 @@ WRONG = [
     (r"\boxed{2\text{ hours } 30\text{ minutes}}", "2"),
     (r"\boxed{x^2 < 4}", "(-2, 2)"),  # perhaps the question
     (r"\boxed{x > 1}", r"[1,\infty)"),
+    (r"\boxed{1,1,2}", "1,2,2"),
+    (r"\boxed{1,2}", "1,2,2"),
+    (r"\boxed{1 \text{ and } 1}", "1"),
+    (r"\boxed{\left\{1, 2\right\}}", "(1,2)"),
+    (r"\boxed{(1,2,3)}", r"\{1,2,3\}"),
+    (r"\boxed{x \in (0,1)}", r"\{0,1\}"),
+    (r"\boxed{\$5}", r"5\%"),
+    (r"\boxed{5^\circ}", r"5\%"),
+    (r"\boxed{\text{5 cm}}", r"\$5"),
+    (r"\boxed{5\text{ dollars per hour}}", r"5\text{ cents per hour}"),
+    (r"\boxed{\log_e 3}", r"\log_3 e"),
+    (r"\boxed{n+2}", "n+2m"),
+    (r"\boxed{6}", "4+2t"),
+    (r"\boxed{2 f(x)^2}", "2 f(x) f'(x)"),
 ]
 
 
