@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.transformers_version import NEEDS_TORCHVISION, READS_IMAGES
 
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
@@ -47,6 +48,9 @@ PROMPTS = [
         asks("now", picture(5, 80, 48), "a longer question than before"),
     ),
 ]
+
+
+pytestmark = pytest.mark.skipif(not READS_IMAGES, reason=NEEDS_TORCHVISION)
 
 
 @pytest.fixture(scope="module")
