@@ -48,6 +48,7 @@ def merge(
     *,
     key: str = "",
     names: Sequence[str] = (),
+    default_kinds: Mapping[str, str] = DEFAULT_KIND,
 ) -> Node:
     """Return `base` deeply merged with `overlay`, which takes precedence.
 
@@ -58,10 +59,13 @@ def merge(
         problems: Receives a problem for each item that the list does not have.
         key: The key of the two nodes, which determines their default kind.
         names: The names of the stages by position. A stage is addressed by its name or position.
+        default_kinds: The kind of a section in `base` that has none, by key.
     """
     if isinstance(base.value, list) and overlay.is_section:
         return _merge_items(base, overlay, problems, names)
-    if not (base.is_section and overlay.is_section) or _kinds_differ(base, overlay, key):
+    if not (base.is_section and overlay.is_section) or _kinds_differ(
+        base, overlay, default_kinds.get(key)
+    ):
         return overlay
     children = dict(base.value)
     alternatives = ALTERNATIVES.get(key, frozenset())
@@ -73,7 +77,14 @@ def merge(
             children.pop(name, None)
     for name, child in overlay.value.items():
         if name in children:
-            child = merge(children[name], child, problems, key=name, names=names)
+            child = merge(
+                children[name],
+                child,
+                problems,
+                key=name,
+                names=names,
+                default_kinds=default_kinds,
+            )
         children[name] = child
     return replace(base, value=children)
 
@@ -100,13 +111,13 @@ def _merge_items(
     return replace(base, value=items)
 
 
-def _kinds_differ(base: Node, overlay: Node, key: str) -> bool:
-    """True if `overlay` sets another kind than that of `base`, which may be the default of `key`.
+def _kinds_differ(base: Node, overlay: Node, default_kind: str | None) -> bool:
+    """True if `overlay` sets another kind than that of `base`, which may be the default.
 
-    False if `base` sets no kind and `key` has no default. The sections are then merged, and all
+    False if `base` sets no kind and there is no default. The sections are then merged, and all
     keys are checked later against the kind of `overlay`.
     """
-    base_kind = base.scalar("kind") or DEFAULT_KIND.get(key)
+    base_kind = base.scalar("kind") or default_kind
     overlay_kind = overlay.scalar("kind")
     return base_kind is not None and overlay_kind is not None and base_kind != overlay_kind
 
@@ -307,5 +318,5 @@ def merge_overrides(overrides: Mapping[KeyPath, Node], problems: list[RecipeProb
     for path, node in overrides.items():
         for depth in range(len(path) - 1, -1, -1):
             node = Node({path[depth]: node}, replace(node.origin, path=".".join(path[:depth])))
-        layer = merge(layer, node, problems)
+        layer = merge(layer, node, problems, default_kinds={})
     return layer

@@ -328,13 +328,16 @@ def test_a_single_stage_answers_to_its_name_and_to_the_top(write):
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_order_of_overrides_means_nothing(write, order):
-    texts = ["environment.kind=arithmetic", "environment.digits=5"][::order]
-    environment = (
-        load_config(write(SINGLE.replace("{kind: sorting}", "{kind: sorting, digits: 7}")), texts)
-        .stages[0]
-        .environment
-    )
-    assert (environment.kind, environment.digits) == ("arithmetic", 5)
+    texts = [
+        "environment.kind=arithmetic",
+        "environment.digits=5",
+        "learner.kind=dtensor",  # another kind than the default
+        "learner.dp_shard=2",
+    ][::order]
+    path = write(SINGLE.replace("{kind: sorting}", "{kind: sorting, digits: 7}"))
+    stage = load_config(path, texts).stages[0]
+    assert (stage.environment.kind, stage.environment.digits) == ("arithmetic", 5)
+    assert (stage.learner.kind, stage.learner.dp_shard) == ("dtensor", 2)
 
 
 def test_the_last_of_two_overrides_of_one_key_wins(write):
