@@ -204,8 +204,9 @@ def _count_shard(count: StageParameters, learner: DistributedConfig) -> int:
     ranks = _count_fsdp_ranks(learner)
     if ranks == 1:
         return count.total
-    expert_ranks = ranks // learner.expert_parallel
-    return -(-count.matrices // ranks) - (-count.experts // expert_ranks) + count.vectors
+    matrices = -(-count.matrices // ranks)
+    experts = -(-count.experts // (ranks // learner.expert_parallel))
+    return matrices + experts + count.vectors
 
 
 def _estimate_gathered_bytes(
@@ -221,10 +222,10 @@ def _estimate_gathered_bytes(
     """
     layers = _count(cost, learner, stages, ends=False)
     ends = _count(cost, learner, stages).matrices - layers.matrices
-    n_layers = layers.matrices
+    n_gathered = layers.matrices
     if learner.expert_parallel < _count_fsdp_ranks(learner):
-        n_layers += layers.experts
-    return n_layers * (FP32_BYTES if process.is_cpu else BF16_BYTES) + ends * FP32_BYTES
+        n_gathered += layers.experts
+    return n_gathered * (FP32_BYTES if process.is_cpu else BF16_BYTES) + ends * FP32_BYTES
 
 
 def _estimate_activation_bytes(

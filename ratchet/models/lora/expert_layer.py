@@ -43,9 +43,9 @@ class ExpertLoRA(ParamWrapper):
         factors = ExpertFactors("", self.num_experts, not self._did_swap_in_out_features)
         a: Any = self.lora_A[name]
         b: Any = self.lora_B[name]
-        left, right = factors.split(a.weight, b.weight)
+        first, second = factors.split(a.weight, b.weight)
         # Autocast would round the sum.
         with torch.autocast(weight.device.type, enabled=False):
             return torch.baddbmm(
-                weight, left.to(weight.dtype), right.to(weight.dtype), alpha=self.scaling[name]
+                weight, first.to(weight.dtype), second.to(weight.dtype), alpha=self.scaling[name]
             )

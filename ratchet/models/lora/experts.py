@@ -46,8 +46,8 @@ class ExpertFactors(Factors):
         return (a_Eri.mT, b_Eor.mT) if self.is_transposed else (b_Eor, a_Eri)
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
-        left, right = self.split(a, b)
-        return left @ right
+        first, second = self.split(a, b)
+        return first @ second
 
 
 def list_expert_parameters(model: nn.Module) -> dict[str, ExpertFactors]:

@@ -85,7 +85,7 @@ def attach(
         )
     for path, layer in layers.items():
         if path in expert_layers:
-            layer.__class__ = ExpertLoRA
+            layer.__class__ = ExpertLoRA  # peft has no way to choose the class of these layers
             continue
         _widen(layer, adapter.lora.rank)
         layer.lora_dropout[ADAPTER_NAME] = SeededDropout(adapter.lora.dropout, path)

@@ -369,7 +369,7 @@ class TransformersPolicy(PolicyModel):
                 f"lora.base={lora.base} is for Ratchet's own decoder, but transformers runs this "
                 "model: remove lora.base"
             )
-        self.resolve_expert_factors(lora)
+        self.resolve_expert_factors(lora)  # refuses unknown names
         return resolve_target_modules(lora, self._linear_layers)
 
     def resolve_expert_factors(self, lora: LoRAConfig) -> Mapping[str, Factors]:

@@ -249,7 +249,7 @@ def _read_suffix(text: str) -> tuple[str, ...] | None:
 
 
 def _read_quantity(text: str) -> str | None:
-    """Return the currency of an answer, or "percent", "degree" or "unit"; None if it has none."""
+    """Return the currency of an answer, or "percent", "degree" or "unit"; else None."""
     if match := QUANTITY.search(spell_latex(text).strip()):
         return match.lastgroup
     suffix = _read_suffix(text)
