@@ -21,7 +21,6 @@ from ratchet.config.sections import EnvironmentConfig
 from ratchet.environments.adapters.verifiers_rollout import (
     PROXY_HINT,
     RolloutSeat,
-    get_trace_type,
     needs_rollout,
 )
 from ratchet.environments.single_turn import Rows, is_held_out
@@ -282,8 +281,10 @@ class _Conversation:
         from verifiers.v1 import AgentInfo, TraceTask
         from verifiers.v1.state import state_cls
 
+        from ratchet.environments.adapters.verifiers_harness import PolicyTrace
+
         self.environment, self.task = environment, task
-        self.trace: Any = get_trace_type()(
+        self.trace: Any = PolicyTrace(
             task=TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
             state=state_cls(type(task))(),
             agent=AgentInfo(config=getattr(environment.inner.config, environment.seat)),

@@ -9,12 +9,10 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from functools import cache
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from ratchet.data.chat.messages import read_messages
-from ratchet.environments.tool_use.base import describe_unknown_tool
 from ratchet.errors import DataError
 from ratchet.types import Message
 
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
 PROXY_HINT = "run verifiers' own client against Ratchet's OpenAI-compatible proxy instead"
 
 Tools = Sequence[Mapping[str, Any]]
-# Properties of a trace that count tokens.
-TOKEN_COUNTS = ("usage", "num_input_tokens", "num_output_tokens", "num_total_tokens")
 RequestTurn = Callable[[Sequence[Message], Tools], Awaitable[Message | None]]
 
 
@@ -54,27 +50,11 @@ def needs_rollout(task: vf.Task) -> bool:
     )
 
 
-@cache
-def get_trace_type() -> type[vf.Trace]:
-    """Return a subclass of `vf.Trace` whose counts of tokens raise DataError.
-
-    Environments don't see the policy's tokens, and a reward must not be computed with 0 instead.
-    """
-    from verifiers.v1 import Trace
-
-    def refuse(_: Any) -> Any:
-        raise DataError(
-            "a function of the environment reads the number of tokens (trace.usage, "
-            "trace.num_output_tokens), which environments of Ratchet don't see. Count characters "
-            f"or turns, or {PROXY_HINT}"
-        )
-
-    return type("PolicyTrace", (Trace,), dict.fromkeys(TOKEN_COUNTS, property(refuse)))
-
-
 def _hide_tokens(trace: vf.Trace) -> None:
     """Let a trace's counts of tokens raise DataError. verifiers makes the trace itself."""
-    trace.__class__ = get_trace_type()
+    from ratchet.environments.adapters.verifiers_harness import PolicyTrace
+
+    trace.__class__ = PolicyTrace
 
 
 class RolloutSeat:
@@ -113,8 +93,10 @@ class RolloutSeat:
 
     @asynccontextmanager
     async def _make_agent(self) -> AsyncIterator[vf.Agent]:
-        from verifiers.v1 import Agent, SubprocessConfig
+        from verifiers.v1 import Agent, HarnessConfig, SubprocessConfig
         from verifiers.v1.interception import InterceptionServer
+
+        from ratchet.environments.adapters.verifiers_harness import ChatHarness
 
         if self._has_begun:
             raise DataError(
@@ -122,7 +104,7 @@ class RolloutSeat:
                 "only one can be trained on"
             )
         self._has_begun = True
-        harness = make_chat_harness()
+        harness = ChatHarness(HarnessConfig.model_validate({"id": "null"}))
         changes = {
             "harness": harness.config,
             "runtime": SubprocessConfig(),
@@ -178,72 +160,3 @@ class PolicyClient:
         response = dialect.parse_response(dialect.validate_response(completion))
         response.raw = completion
         return response
-
-
-def make_chat_harness() -> vf.Harness[Any]:
-    """Return a harness that plays a task as a chat with its tools, like verifiers' `null`."""
-    from verifiers.v1 import Harness, HarnessConfig
-    from verifiers.v1.dialects.chat import message_to_wire
-    from verifiers.v1.runtimes import ProgramResult
-
-    class ChatHarness(Harness[HarnessConfig]):
-        APPENDS_SYSTEM_PROMPT = True
-        SUPPORTS_MCP = True
-        SUPPORTS_RESUME = True
-        EXECUTES_CODE = False
-        NEEDS_CONTAINER = False
-
-        async def launch(
-            self,
-            ctx: Any,
-            trace: Any,
-            runtime: Any,
-            endpoint: str,
-            secret: str,
-            mcp_urls: dict[str, str],
-            data: vf.TaskData,
-        ) -> ProgramResult:
-            system, prompt = self.resolve_prompt(data)
-            messages: list[Any] = [{"role": "system", "content": system}] if system else []
-            if isinstance(prompt, str):
-                messages.append({"role": "user", "content": prompt})
-            else:
-                messages += [message_to_wire(message) for message in prompt or ()]
-            await _chat(endpoint, secret, messages, mcp_urls)
-            return ProgramResult(0, "", "")
-
-    return ChatHarness(HarnessConfig.model_validate({"id": "null"}))
-
-
-async def _chat(
-    endpoint: str, secret: str, messages: list[Any], mcp_urls: Mapping[str, str]
-) -> None:
-    """Continue a conversation, and call tools, until a reply has no call."""
-    from openai import AsyncOpenAI, DefaultAsyncHttpxClient, omit
-    from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
-
-    async with AsyncExitStack() as stack:
-        urls = {"mcpServers": {name: {"url": url} for name, url in mcp_urls.items()}}
-        tools, dispatch, servers = await connect_mcp(urls, stack)
-        transport = DefaultAsyncHttpxClient(trust_env=False, timeout=None)
-        client = AsyncOpenAI(
-            base_url=endpoint, api_key=secret, max_retries=0, http_client=transport
-        )
-        stack.push_async_callback(client.close)
-        offered: Any = tools or omit
-        while True:
-            completion = await client.chat.completions.create(
-                model="policy", messages=messages, tools=offered
-            )
-            reply = completion.choices[0].message.model_dump(exclude_none=True)
-            messages.append(reply)
-            if not reply.get("tool_calls"):
-                return
-            for call in reply["tool_calls"]:
-                name = call["function"]["name"]
-                if name in dispatch:
-                    arguments = json.loads(call["function"]["arguments"])
-                    content = await call_mcp(servers, dispatch, name, arguments)
-                else:
-                    content = f"Error: {describe_unknown_tool(name, dispatch)}"
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
