@@ -15,7 +15,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ratchet.errors import ConfigError, MissingDependency, NoRoomError
+from ratchet.errors import ConfigError, MissingDependency, NoRoomError, WorkerError
 from ratchet.executors.config import RayClusterConfig
 from ratchet.executors.devices import find_node
 from ratchet.executors.placement import (
@@ -37,6 +37,7 @@ from ratchet.utils.temp_dirs import TemporaryFolder
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 try:
     import ray
+    from ray.exceptions import RayError
     from ray.util.placement_group import (
         PlacementGroup,
         placement_group,
@@ -232,14 +233,16 @@ class RayExecutor:
                     _temp_dir=self._temporary_folder and str(self._temporary_folder.path),
                     **quiet_options,
                 )
-        # Ray raises a bare Exception where its processes take too long to start.
-        except Exception as error:
+        except (ConnectionError, RuntimeError, ValueError, RayError) as error:
             failure = (
                 f"the Ray cluster at {self.config.address} can't be reached"
                 if self.config.address
                 else "Ray does not start"
             )
             raise ConfigError(f"{failure}: {error}") from error
+        # Ray raises a bare Exception where its processes take too long to start.
+        except Exception as error:
+            raise WorkerError(f"Ray does not start: {error}") from error
 
     # --- resources of nodes
 

@@ -80,10 +80,11 @@ def equal(answer: str, gold: str) -> bool:
         if not parsed_gold or not parsed_answer:
             return False
         is_list = "\\{" not in answer + gold
-        pair = _make_vectors(make_exact(parsed_gold[0]), make_exact(parsed_answer[0]))
-        return are_equal(*pair, is_list) or (
-            all(_is_complex(parsed) for parsed in pair)
-            and are_equal(*(_rewrite(parsed, _make_imaginary) for parsed in pair), is_list)
+        x, y = _make_vectors(make_exact(parsed_gold[0]), make_exact(parsed_answer[0]))
+        return are_equal(x, y, is_list) or (
+            _is_complex(x)
+            and _is_complex(y)
+            and are_equal(_rewrite(x, _make_imaginary), _rewrite(y, _make_imaginary), is_list)
         )
     # A parser's bug on one answer must not stop the run. The check at the end of this module
     # catches a parser that fails on every answer.
@@ -139,8 +140,8 @@ def _rewrite(parsed: Any, replace: Callable[[Any], Any]) -> Any:
     """Return a parsed answer with each of its parts replaced; lists keep their order."""
     if isinstance(parsed, MatrixBase):
         return parsed.applyfunc(lambda x: _rewrite(x, replace))
-    is_ordered = isinstance(parsed, FiniteSet | Chain)
-    parts = parsed._unsorted_args if is_ordered else parsed.args
+    ordered: Any = parsed if isinstance(parsed, FiniteSet | Chain) else None
+    parts = parsed.args if ordered is None else ordered._unsorted_args
     replaced = [_rewrite(part, replace) for part in parts]
     if all(a is b for a, b in zip(parts, replaced, strict=True)):
         return replace(parsed)
@@ -223,7 +224,8 @@ def _unite(parsed: Any) -> Any:
     )
     if not is_region or len(parsed.free_symbols) != 1:
         return parsed
-    return Union(*(bound.as_set() for bound in parsed.args))
+    bounds: Any = parsed.args
+    return Union(*(bound.as_set() for bound in bounds))
 
 
 def _split_signs(latex: str) -> str:
