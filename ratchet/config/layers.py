@@ -62,7 +62,7 @@ def merge(
         default_kinds: The kind of a section in `base` that has none, by key.
     """
     if isinstance(base.value, list) and overlay.is_section:
-        return _merge_items(base, overlay, problems, names)
+        return _merge_items(base, overlay, problems, names, default_kinds)
     if not (base.is_section and overlay.is_section) or _kinds_differ(
         base, overlay, default_kinds.get(key)
     ):
@@ -90,7 +90,11 @@ def merge(
 
 
 def _merge_items(
-    base: Node, overlay: Node, problems: list[RecipeProblem], names: Sequence[str]
+    base: Node,
+    overlay: Node,
+    problems: list[RecipeProblem],
+    names: Sequence[str],
+    default_kinds: Mapping[str, str],
 ) -> Node:
     """Return the list `base` with changed items; `overlay` names them by position or stage."""
     items = list(base.value)
@@ -100,7 +104,7 @@ def _merge_items(
     for label, child in overlay.value.items():
         if label in positions:
             index = positions[label]
-            items[index] = merge(items[index], child, problems)
+            items[index] = merge(items[index], child, problems, default_kinds=default_kinds)
         else:
             labels = names if base.origin.path == STAGES else list(positions)
             problems.append(
@@ -312,11 +316,17 @@ def merge_overrides(overrides: Mapping[KeyPath, Node], problems: list[RecipeProb
     """Return one layer made of all overrides of the command line.
 
     They are merged with each other before they are merged over the recipe, so their order is
-    irrelevant: `kind` may come after the keys of its section.
+    irrelevant: `kind` may come after the keys of its section, and a list after keys of its items.
     """
     layer = Node({}, ValueOrigin(COMMAND_LINE, None, ""))
-    for path, node in overrides.items():
+    for path, node in sorted(overrides.items(), key=_order_lists):
         for depth in range(len(path) - 1, -1, -1):
             node = Node({path[depth]: node}, replace(node.origin, path=".".join(path[:depth])))
-        layer = merge(layer, node, problems, default_kinds={})
+        layer = merge(layer, node, problems, names=stage_names(layer), default_kinds={})
     return layer
+
+
+def _order_lists(override: tuple[KeyPath, Node]) -> int:
+    """Return the sort key by which lists come first, outer before inner ones."""
+    path, node = override
+    return len(path) if isinstance(node.value, list) else MAX_NODES

@@ -15,7 +15,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ratchet.errors import ConfigError, MissingDependency, NoRoomError
+from ratchet.errors import ConfigError, MissingDependency, NoRoomError, WorkerError
 from ratchet.executors.config import RayClusterConfig
 from ratchet.executors.devices import find_node
 from ratchet.executors.placement import (
@@ -240,6 +240,9 @@ class RayExecutor:
                 else "Ray does not start"
             )
             raise ConfigError(f"{failure}: {error}") from error
+        # Ray raises a bare Exception where its processes take too long to start.
+        except Exception as error:
+            raise WorkerError(f"Ray does not start: {error}") from error
 
     # --- resources of nodes
 

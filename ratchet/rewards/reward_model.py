@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from pydantic import Field
 
 from ratchet.config.sections import JudgedSection
+from ratchet.data.render_thread import run_beside_loop
 from ratchet.errors import DataError
 from ratchet.protocols import Reward
 from ratchet.rewards.judge_models.scorer import ScalarModel, Scorer, render_tokens
@@ -91,7 +93,8 @@ class RewardModel(Reward):
             if isinstance(trajectory.outcome, Failed | Cancelled):
                 continue
             try:
-                rows.append((i, render_tokens(trajectory, scorer.renderer, scorer.max_positions)))
+                render = partial(render_tokens, trajectory, scorer.renderer, scorer.max_positions)
+                rows.append((i, await run_beside_loop(trajectory.messages, render)))
             except DataError:
                 outcomes[i] = Failed(
                     "reward", f"reward_model, task '{task.id}':\n{traceback.format_exc()}"

@@ -340,6 +340,21 @@ def test_the_order_of_overrides_means_nothing(write, order):
     assert (stage.learner.kind, stage.learner.dp_shard) == ("dtensor", 2)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_overrides_of_items_join_a_list_that_is_an_override_too(write, order):
+    """The default kind of a learner is local, which has no dp_shard."""
+    texts = [
+        "stages=[{name: a, algorithm: {kind: grpo}, steps: 1, learner: {dp_shard: 2}}]",
+        "stages.0.learner.kind=dtensor",
+        "stages.a.steps=7",
+        "rewards=[{kind: math}]",
+        "rewards.0.weight=0.5",
+    ][::order]
+    stage = load_config(write(SINGLE), texts).stages[0]
+    assert (stage.learner.kind, stage.learner.dp_shard, stage.steps) == ("dtensor", 2, 7)
+    assert [(reward.kind, reward.weight) for reward in stage.rewards] == [("math", 0.5)]
+
+
 def test_the_last_of_two_overrides_of_one_key_wins(write):
     assert load_config(write(SINGLE), ["seed=1", "seed=2"]).seed == 2
 

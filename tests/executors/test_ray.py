@@ -22,7 +22,7 @@ from recipes.test_generator_workers import (
 from support.rotation import todays
 
 from ratchet.config.schema import RunConfig
-from ratchet.errors import ConfigError, WorkerDied
+from ratchet.errors import ConfigError, WorkerDied, WorkerError
 from ratchet.executors.config import RayClusterConfig
 from ratchet.executors.freeze import freeze
 from ratchet.executors.placement import Accelerator, ClusterNode, ResourceRequest
@@ -282,3 +282,18 @@ def test_less_than_the_recipe_says(executor):
         RayExecutor(RayClusterConfig(gpus_per_node=9), threads=1, device="cpu").plan(
             [ResourceRequest("learner", 1)]
         )
+
+
+def test_a_ray_that_takes_too_long_to_start_is_no_bug(monkeypatch):
+    """Ray raises a bare Exception then. --supervise starts the run again, as after any WorkerError."""
+    from ratchet.executors import ray as module
+
+    def time_out(**options):
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(module.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(module.ray, "init", time_out)
+    executor = module.RayExecutor(RayClusterConfig(), threads=1, device="cpu")
+    with pytest.raises(WorkerError, match="Ray does not start: The current node timed out"):
+        executor.plan([ResourceRequest("learner", 1)])
+    executor.close()

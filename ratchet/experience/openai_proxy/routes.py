@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 
+from ratchet.data.render_thread import run_in_thread
 from ratchet.experience.openai_proxy import answers, token_api
 from ratchet.experience.openai_proxy.answers import ChatFormat
 from ratchet.experience.openai_proxy.anthropic import (
@@ -37,7 +38,6 @@ from ratchet.experience.openai_proxy.responses_api.request import ResponsesReque
 from ratchet.experience.openai_proxy.responses_api.store import StoredResponse
 from ratchet.experience.openai_proxy.schema import ChatMessage, ChatRequest
 from ratchet.experience.openai_proxy.wire import MODEL, ApiError, IgnoredFields, SamplingFields
-from ratchet.experience.rollout.render_thread import run_in_thread
 from ratchet.web.guard import get_api_key
 
 # Tokens of the different prompts of one request that are with the generator at once. With more, the

@@ -26,6 +26,7 @@ import numpy as np
 from ratchet.data.chat.renderer import Renderer, Tools
 from ratchet.data.chat.task_variables import get_renderer_with
 from ratchet.data.chat.thinking import has_malformed_thinking
+from ratchet.data.render_thread import run_in_thread
 from ratchet.errors import ConfigError, DataError, RatchetError
 from ratchet.experience.openai_proxy.answers import TokenScores, cut_at_stop_string
 from ratchet.experience.openai_proxy.rendering import count_max_chars, render_prompt
@@ -48,7 +49,6 @@ from ratchet.experience.openai_proxy.wire import (
     SamplingFields,
     apply_sampling,
 )
-from ratchet.experience.rollout.render_thread import run_in_thread
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import GENERATE, waiting
 from ratchet.observe.tracing.request_span import trace_request

@@ -23,6 +23,7 @@ from ratchet.data.chat.inline_text import merge_inline
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.task_variables import get_task_renderer
 from ratchet.data.chat.thinking import has_malformed_thinking
+from ratchet.data.render_thread import run_beside_loop
 from ratchet.errors import DataError
 from ratchet.experience.rollout.environment_answers import (
     get_offered_tools,
@@ -37,7 +38,6 @@ from ratchet.experience.rollout.episode_state import (
     render_prompt,
 )
 from ratchet.experience.rollout.history import observe
-from ratchet.experience.rollout.render_thread import run_beside_loop
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import GENERATE, Wait, waiting
 from ratchet.observe.tracing.request_span import trace_request

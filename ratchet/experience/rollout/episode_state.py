@@ -12,7 +12,7 @@ import numpy as np
 
 from ratchet.allowed_tokens import AllowedTokens
 from ratchet.data.chat.renderer import Renderer, Tools
-from ratchet.experience.rollout.render_thread import run_beside_loop
+from ratchet.data.render_thread import run_beside_loop
 from ratchet.protocols import Environment
 from ratchet.types import (
     Completion,

@@ -49,6 +49,8 @@ SYMBOLS = str.maketrans(
         "π": "\\pi ",
         "ℝ": "\\mathbb{R}",
         "ℤ": "\\mathbb{Z}",
+        "℃": "^\\circ C",
+        "℉": "^\\circ F",
     }
 )
 # A number, perhaps with a unit, that is all in one text command.
@@ -80,9 +82,17 @@ SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(r"(?<=[0-9])\{:\}(?=[0-9])"), ":"),
     (re.compile(r"(?:\\[,;:> ]|\\quad(?![a-zA-Z])|~|\s)+"), " "),
     (re.compile(r"\\[dt]frac(?![a-zA-Z])"), r"\\frac"),
-    (re.compile(r"\\(?:text|mathrm|textbf|mathbf|textit)\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"\\(?:text|mathrm|textbf|mathbf|textit|boldsymbol|bm)\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"^(?:[A-Za-z] ?)?\\approx(?![a-zA-Z])|(?<=[0-9]),$"), ""),
+    (re.compile(r"(?<=[0-9]) +to +(?=[0-9])"), ":"),
     (re.compile(rf"(?<=[0-9])((?: ?{SCALE})*) ?(?:USD|dollars?|[€£¥₹]|euros?)$"), r"\1"),
-    (re.compile(r"\^\{?\\circ\}?|\\degree|°|\\?%"), ""),
+    (
+        re.compile(
+            r"(?:\^\{?\\circ\}?|\\degree|°| degrees?)(?: ?(?:[CF]|Celsius|Fahrenheit)$)?|\\?%"
+        ),
+        "",
+    ),
+    (re.compile(r"\\[lc]?dots[bcm]?(?![a-zA-Z])|…"), "..."),
     (re.compile(r"\\(?:cdot|times)(?![a-zA-Z])"), "*"),
     (re.compile(r"\\(le|ge|ne)q?(?![a-zA-Z])"), r"\\\1"),
     (re.compile(r"\\varnothing(?![a-zA-Z])"), r"\\emptyset"),
@@ -114,11 +124,23 @@ UNITS = {
     for name in names.split()
     for plural in (("", "s") if len(name) > 3 or name == "day" else ("",))
 }
+POWER_WORD = re.compile(
+    rf"\b(?:(?P<square>square|sq\.?)|cubic|cu\.) (?P<unit>{'|'.join(UNITS)})\b(?P<brace>\s*\}}?)"
+)
+SPEED = re.compile(r"(?<![A-Za-z])(?:mph|kph|kmh)(?![A-Za-z])")
+SPEEDS = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h"}
+# The scale of a temperature: 20^\circ\text{C}, 20 degrees Celsius.
+TEMPERATURE = re.compile(
+    r"(?:\\circ\}?|\\degree|°|\bdegrees?)(?:\s|~|\\[,;: ]|\\(?:text|mathrm)\{)*"
+    r"(C|F|K|[cC]elsius|[fF]ahrenheit|[kK]elvin)(?![A-Za-z])"
+)
 PER = re.compile(r"/|\sper\s")
 SUFFIX = re.compile(
     rf"(?<=[\d\s{{])((?i:[ap]\.?m|(?:(?:{'|'.join(UNITS)})(?:{PER.pattern}))?"
     rf"(?:{'|'.join(UNITS)}))|{SCALE})(?:\}}?\^\{{?([0-9]))?$"
 )
+# The value of a function or the probability of an event: f(2)=5, P(X=1)=0.3.
+VALUE = re.compile(r"([A-Za-z]\([^()+*]*\))=([^=]+)")
 SUM = re.compile(r"\+|[\w})]\s*-")
 # A currency before or after a number, per cent, or degrees. A dollar sign of two surrounds a
 # formula.
@@ -133,7 +155,7 @@ QUANTITY = re.compile(
 UNIT = re.compile(
     r"(?<=[0-9}])(?:\\[,;: ]|[~\s])*(?:"
     rf"\\(?:text|mathrm)\{{(?!\s*{SCALE})[^{{}}0-9,]*\}}(?:\^\{{?[0-9]\}}?)?"
-    r"|(?:km|mi|cm|ft|m)/(?:h|hr|s)|[A-Za-z]{4,}\sper\s[A-Za-z]{3,}"
+    r"|(?:km|mi|cm|ft|m)/(?:h|hr|s)(?:\^\{?[0-9]\}?)?|[A-Za-z]{4,}\sper\s[A-Za-z]{3,}"
     rf"|(?<=\s)(?:{'|'.join(name for name in UNITS if len(name) > 1)})(?:\^\{{?[0-9]\}}?)?)$"
 )
 
@@ -196,14 +218,19 @@ def extract_first_tagged(text: str) -> str | None:
 def spell_latex(answer: str) -> str:
     """Return an answer with mathematical symbols, such as √2, ½ and ∞, as LaTeX.
 
-    Of \\text{5 cm}, it returns the content.
+    Square metres are m^2, and mph is mi/h. Of \\text{5 cm}, it returns the content.
     """
     text = TEXT_NUMBER.fullmatch(answer.strip())
-    answer = text[1] if text else answer
+    answer = POWER_WORD.sub(_spell_power, text[1] if text else answer)
+    answer = SPEED.sub(lambda speed: SPEEDS[speed[0]], answer)
     if answer.isascii():
         return answer
     roots = ROOT.sub(lambda root: f"\\sqrt{{{root[1] or root[2] or root[3] or ''}}}", answer)
     return MINUS_SIGNS.sub("-", spell_symbols(roots).translate(SYMBOLS))
+
+
+def _spell_power(unit: re.Match[str]) -> str:
+    return f"{unit['unit']}{unit['brace']}^{2 if unit['square'] else 3}"
 
 
 def normalize_spelling(latex: str) -> str:
@@ -230,8 +257,13 @@ def end_with_different_suffixes(a: str, b: str) -> bool:
     """
     return any(
         len({read(text) for text in (a, b)} - {None}) == 2
-        for read in (_read_suffix, _read_quantity)
+        for read in (_read_suffix, _read_quantity, _read_temperature_scale)
     )
+
+
+def _read_temperature_scale(text: str) -> str | None:
+    scale = TEMPERATURE.search(spell_latex(text))
+    return scale and scale[1][0].upper()
 
 
 def _read_suffix(text: str) -> tuple[str, ...] | None:
@@ -257,11 +289,13 @@ def _read_quantity(text: str) -> str | None:
 
 
 def _split_name(latex: str) -> tuple[str, str]:
-    """Return the name of "x=5" and the normalised rest; the name is "" if there is none."""
+    """Return the name of "x=5" or "f(2)=5" and the normalised rest; the name is "" without one."""
     latex = UNIT.sub("", spell_latex(latex[:MAX_ANSWER_CHARS]).strip().rstrip("."))
     for pattern, replacement in SPELLINGS:
         latex = pattern.sub(replacement, latex)
     latex = latex.casefold() if latex.casefold() in VERDICTS else latex
+    if value_at := VALUE.fullmatch(latex):
+        return value_at[1], value_at[2]
     name, equals, value = latex.partition("=")
     return (name, value) if equals and len(name) <= 2 and name[:1].isalpha() else ("", latex)
 

@@ -66,6 +66,13 @@ LEADING_WORDS = re.compile(
     r"[*]{0,2}[A-Za-z][A-Za-z'’]+[:,]?[*]{0,2}[:,]?\s+)+"
 )
 DECIMALS = re.compile(r"\.[0-9]*[1-9]")
+ROMAN_NUMERAL = re.compile(r"[IVXLCDM]{2,}")
+# A modulus that stands apart: 7 \\pmod{10} and 7 (\\text{mod }10).
+MODULUS = re.compile(
+    r"(?<!\s)(?:\s|\\[,;: ]|\\q?quad)*+"
+    r"(?:\\pmod\s*\{?|\((?:\\b?mod(?![a-z])|\\text\{\s*mod\s*\}|mod\b))"
+    r"\s*([^{}()]{1,50}?)\s*[})]?\s*$"
+)
 WITH_BASE = re.compile(r"[0-9A-Z]+_\{?([0-9]+)\}?")
 # A set, and a tuple or an open interval, without others inside, perhaps after "x in".
 SET = re.compile(r"(?:[^\\]{1,8}\\in)?\\\{[^()\[\],]*,[^()\[\]]*\\\}")
@@ -78,6 +85,16 @@ SPACES = r"(?:\s|~|\\[,;: ])*"
 SIDE_BY_SIDE = re.compile(
     r"(?<![_0-9])[0-9]+(?:\s|\\(?:[,;: ]|q?quad))+[0-9]"
     rf"|[0-9]{SPACES}\\(?:text|mathrm)\{{\s*(?:{'|'.join(UNITS)})\b[^{{}}]*\}}{SPACES}[0-9]"
+)
+CAPITAL = re.compile(r"\W*[A-Z]\W*")
+# Matches what math-verify misreads: it subtracts or divides the numbers of a date, joins those of
+# 5'6'', multiplies the points of an angle or a triangle, and leaves out dots.
+MISREAD = re.compile(
+    r"(?<![0-9])[0-9]{4}([-/])[0-9]{1,2}\1[0-9]{1,2}(?![0-9])"
+    r"|(?<![0-9])[0-9]{1,2}([-/])[0-9]{1,2}\2[0-9]{4}(?![0-9])"
+    r"|[0-9]\s*(?:'|\^?\{?\\prime)"
+    r"|\\(?:angle|triangle)(?![a-zA-Z])[^=]*$"
+    r"|\\[lc]?dots[bcm]?(?![a-zA-Z])|\.\.\.|…"
 )
 
 
@@ -127,9 +144,11 @@ class Math(FinalAnswer):
         return self._grade(text, get_gold_answer(task))
 
     async def _grade(self, text: str, gold: str) -> float:
-        answer = self._extract_answer(text)
+        answer, modulus = _split_modulus(self._extract_answer(text) or "")
+        gold, gold_modulus = _split_modulus(gold)
         if (
             not answer
+            or (modulus and gold_modulus and modulus != gold_modulus)
             or name_different_variables(answer, gold)
             or end_with_different_suffixes(answer, gold)
             or _is_false_equation(answer)
@@ -142,13 +161,15 @@ class Math(FinalAnswer):
         if (
             self._workers is None
             or len(answer) > MAX_ALGEBRA_CHARS
-            or any(SIDE_BY_SIDE.search(text) for text in (answer, gold))
+            or any(SIDE_BY_SIDE.search(text) or MISREAD.search(text) for text in (answer, gold))
             or PARTS.search(answer)
             or _are_plain_numbers(answer, gold)
-            or _have_different_bases(answer, gold)
+            or _has_different_base(answer, gold)
             or _are_set_and_tuple(answer, gold)
         ):
             return 0.0
+        if CAPITAL.fullmatch(normalize_spelling(gold)):  # perhaps a choice
+            answer, gold = _spell_word(answer), _spell_word(gold)
         try:
             return float(await self._workers.call(spell_latex(answer), spell_latex(gold)))
         except ProcessorTimeExceeded:
@@ -197,24 +218,33 @@ def _evaluate_side(side: str) -> Fraction:
 def _is_word(gold: str) -> bool:
     """True if an answer is a word, of which algebra makes a product: "seat" would equal "east".
 
-    Letters in alphabetical order, such as abc and xyz, are taken for a product.
+    So is a Roman numeral. Letters in alphabetical order, as abc and xyz, are taken for a product.
     """
     letters = normalize_spelling(gold)
     is_product = list(letters) == sorted(letters)
-    return WORD.fullmatch(letters) is not None and not is_product
+    is_word = WORD.fullmatch(letters) is not None and not is_product
+    return is_word or ROMAN_NUMERAL.fullmatch(letters) is not None
 
 
 def _spell_word(answer: str) -> str:
     return normalize_spelling(answer).casefold()
 
 
-def _have_different_bases(a: str, b: str) -> bool:
-    """True if both answers are numerals with a base, such as 101_2, and the bases differ.
+def _split_modulus(answer: str) -> tuple[str, str]:
+    """Return an answer without its modulus, and the modulus; "" if it has none."""
+    modulus = MODULUS.search(answer)
+    if modulus is None:
+        return answer, ""
+    return answer[: modulus.start()].replace("\\equiv", "=").strip(), modulus[1].strip()
 
-    Algebra ignores the base.
+
+def _has_different_base(answer: str, gold: str) -> bool:
+    """True if an answer is a numeral with a base, such as 101_2, and the gold answer has another.
+
+    Algebra ignores the base. A gold answer without a base is decimal.
     """
-    bases = [WITH_BASE.fullmatch(normalize_spelling(text)) for text in (a, b)]
-    return bases[0] is not None and bases[1] is not None and bases[0][1] != bases[1][1]
+    answer_base, gold_base = (WITH_BASE.fullmatch(normalize_spelling(x)) for x in (answer, gold))
+    return answer_base is not None and answer_base[1] != (gold_base[1] if gold_base else "10")
 
 
 def _are_set_and_tuple(a: str, b: str) -> bool:

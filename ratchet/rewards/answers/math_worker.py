@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
+from latex2sympy2_extended.logic import And as Chain
 from latex2sympy2_extended.sets import FiniteSet
 from math_verify import LatexExtractionConfig, parse, verify
-from math_verify.grader import sort_key
-from sympy import And, Tuple
+from math_verify.grader import sort_key, unwrap_eq
+from sympy import And, Eq, Float, I, Interval, MatrixBase, Rational, Symbol, Tuple, Union
 from sympy.core.relational import Relational
 
 from ratchet.rewards.answers.final_answer import SUM, UNITS
@@ -28,11 +30,41 @@ REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{([0-9]+)\}(?!\
 FORMULA = re.compile(r"\$[^$]+\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
 # math-verify reads only the last equation of "x=1 \lor x=2".
 CONNECTIVE = re.compile(r"\\(?:lor|vee|land|wedge)(?![a-zA-Z])")
+# Inequalities of which one must hold, which math-verify takes for a set of inequalities.
+ALTERNATIVES = re.compile(r"\bor\b|\\(?:lor|vee)(?![a-zA-Z])")
+JOINED = re.compile(r"\band\b|\\(?:land|wedge)(?![a-zA-Z])|,")
+# The set of the real numbers that satisfy a condition: \{x \mid 1 < x\}.
+SET_BUILDER = re.compile(
+    r"\s*\\\{\s*([A-Za-z])\s*(?:\\in\s*\\(?:mathbb|mathbf)\s*\{?R\}?\s*)?"
+    r"(?:\||:|\\(?:mid|vert|colon)(?![a-zA-Z]))((?:[^{}|:]|\\text\{[^{}]*\})*)\\\}\s*"
+)
 # Spellings that math-verify can't parse.
-REPLACEMENTS = ((r"\log_e", r"\ln "), (r"\langle", "("), (r"\rangle", ")"))
+REPLACEMENTS = (
+    (r"\log_e", r"\ln "),
+    (r"\lg ", r"\log_{10} "),
+    (r"\langle", "("),
+    (r"\rangle", ")"),
+    (r"\leqslant", r"\leq "),
+    (r"\geqslant", r"\geq "),
+)
+# A fraction or a root without braces, which math-verify can't parse.
+BARE_FRACTION = re.compile(r"(\\[dt]?frac)\s*(\\pi)\s*([0-9])")
+BARE_ROOT = re.compile(r"\\sqrt\s*(\\[dt]?frac\s*(?:[0-9]\s*[0-9]|\{[^{}]*\}\s*\{[^{}]*\}))")
+# An angle in degrees, of which math-verify takes the sine as if it were in radians.
+DEGREES = re.compile(
+    r"(\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])(?:\^\{?[0-9]\}?)?)\s*([({]?)\s*"
+    r"(-?[0-9]+(?:\.[0-9]+)?)\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree|°)\s*([)}]?)"
+)
+# A formula with one sign of two values inside of braces.
+PLUS_MINUS = re.compile(r"[^,]*\{[^,]*\\(pm|mp)(?![a-zA-Z])[^,]*")
+# Decimal places to which numbers must agree. A difference below 10^-100 counts as 0.
+PRECISION = 100
 # Variables at the end of an answer, which math-verify takes for units and leaves out.
 VARIABLES = re.compile(r"(?<![A-Za-z\\])(?:[cdghlmost]s?|ab|bc|by|cc|dm|gm|lt|mt|rs|st)$")
 COMMAND = re.compile(r"\\[A-Za-z]+")
+TEXT = r"\\(?:text|mathrm|textbf|operatorname)\{[^{}]{2,}\}"
+NO_VARIABLES = re.compile(rf"{TEXT}|\\[A-Za-z]+|[0-9][eE]")
+COMMAND_OR_CAPITAL = re.compile(rf"{TEXT}|\\[A-Za-z]+|[A-Z]")
 PRIMES = re.compile(r"(?<=[A-Za-z])(?:('+)|\^\{?\s?\\prime\s?\}?)")
 EXPONENT = re.compile(r"([-+]?[0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,3})")
 
@@ -43,22 +75,92 @@ def equal(answer: str, gold: str) -> bool:
     Text that can't be parsed, or needs too much memory, equals nothing.
     """
     try:
+        gold, answer = _rename_capitals(gold, answer)
         parsed_gold, parsed_answer = parse_latex(gold), parse_latex(answer)
-        return (
-            bool(parsed_gold)
-            and bool(parsed_answer)
-            and verify(
-                parsed_gold,
-                parsed_answer,
-                timeout_seconds=None,
-                allow_set_relation_comp=is_solved(parsed_answer[0]),
-            )
-            and ("\\{" in answer + gold or repeat_equally(parsed_gold[0], parsed_answer[0]))
+        if not parsed_gold or not parsed_answer:
+            return False
+        is_list = "\\{" not in answer + gold
+        x, y = _make_vectors(make_exact(parsed_gold[0]), make_exact(parsed_answer[0]))
+        return are_equal(x, y, is_list) or (
+            _is_complex(x)
+            and _is_complex(y)
+            and are_equal(_rewrite(x, _make_imaginary), _rewrite(y, _make_imaginary), is_list)
         )
     # A parser's bug on one answer must not stop the run. The check at the end of this module
     # catches a parser that fails on every answer.
     except Exception:
         return False
+
+
+def _rename_capitals(*answers: str) -> list[str]:
+    """Return the answers with X renamed where x occurs too, since math-verify ignores the case."""
+    letters = set(NO_VARIABLES.sub("", "".join(answers)))
+    unused = [letter for letter in "kpqnuvwxyzabfghjrst" if not letters & {letter, letter.upper()}]
+    capitals = sorted(x for x in letters if x.isupper() and x.lower() in letters)
+    names = dict(zip(capitals, unused, strict=False))
+    return [
+        COMMAND_OR_CAPITAL.sub(lambda x: names.get(x[0], x[0]), answer) if names else answer
+        for answer in answers
+    ]
+
+
+def are_equal(gold: Any, answer: Any, is_list: bool) -> bool:
+    """True if two parsed answers are equal, and as often repeat their elements if `is_list`."""
+    return (
+        verify(
+            gold,
+            answer,
+            numeric_precision=PRECISION,
+            timeout_seconds=None,
+            allow_set_relation_comp=is_solved(answer),
+        )
+        and not _are_different_rationals(gold, answer)
+        and (not is_list or repeat_equally(gold, answer))
+    )
+
+
+def make_exact(parsed: Any) -> Any:
+    """Return a parsed answer with each decimal as the fraction that it states.
+
+    math-verify rounds decimals to six places, so that 10^-8 would equal 0.0.
+    """
+    return _rewrite(parsed, lambda x: Rational(str(x)) if isinstance(x, Float) else x)
+
+
+def _make_imaginary(x: Any) -> Any:
+    return I if isinstance(x, Symbol) and x.name == "i" else x
+
+
+def _is_complex(parsed: Any) -> bool:
+    has_symbol = any(symbol.name == "i" for symbol in parsed.free_symbols)
+    return has_symbol or parsed.doit().has(I)
+
+
+def _rewrite(parsed: Any, replace: Callable[[Any], Any]) -> Any:
+    """Return a parsed answer with each of its parts replaced; lists keep their order."""
+    if isinstance(parsed, MatrixBase):
+        return parsed.applyfunc(lambda x: _rewrite(x, replace))
+    ordered: Any = parsed if isinstance(parsed, FiniteSet | Chain) else None
+    parts = parsed.args if ordered is None else ordered._unsorted_args
+    replaced = [_rewrite(part, replace) for part in parts]
+    if all(a is b for a, b in zip(parts, replaced, strict=True)):
+        return replace(parsed)
+    return replace(parsed.func(*replaced))
+
+
+def _make_vectors(gold: Any, answer: Any) -> list[Any]:
+    """Return both answers; a column or row beside a tuple becomes a tuple."""
+    is_beside_tuple = any(isinstance(x, Tuple | Interval) for x in (gold, answer))
+    return [
+        Tuple(*x) if is_beside_tuple and isinstance(x, MatrixBase) and 1 in x.shape else x
+        for x in (gold, answer)
+    ]
+
+
+def _are_different_rationals(gold: Any, answer: Any) -> bool:
+    """True if both answers are rational numbers that differ, perhaps by less than 10^-100."""
+    a, b = (unwrap_eq(x).doit() for x in (gold, answer))
+    return isinstance(a, Rational) and isinstance(b, Rational) and a != b
 
 
 def repeat_equally(gold: Any, answer: Any) -> bool:
@@ -95,18 +197,50 @@ def parse_latex(latex: str) -> list:
     the whole: "1/2" for "x \\mapsto \\frac{1}{2}".
     """
     is_sentence = len(FORMULA.findall(latex)) == 1
+    condition = SET_BUILDER.fullmatch(latex)
+    latex = condition[2] if condition else latex
+    is_either = ALTERNATIVES.search(latex) is not None and not JOINED.search(latex)
     latex = EXPONENT.sub(_spell_exponent, latex) if EXPONENT.fullmatch(latex.strip()) else latex
     for spelling, replacement in REPLACEMENTS:
         latex = latex.replace(spelling, replacement)
+    latex = BARE_ROOT.sub(r"\\sqrt{\1}", BARE_FRACTION.sub(r"\1{\2}{\3}", latex))
+    latex = _split_signs(DEGREES.sub(_spell_degrees, latex))
     latex = _keep_variables(PRIMES.sub(_spell_primes, latex))
     latex = CONNECTIVE.sub(r"\\text{ or }", REPEATING.sub(_make_fraction, _spell_ratio(latex)))
-    return parse(
+    parsed = parse(
         f"\\boxed{{{latex}}}",
         extraction_config=LATEX,  # pyright: ignore
         fallback_mode="no_fallback",
         extraction_mode="any_match" if is_sentence else "first_match",
         parsing_timeout=None,  # pyright: ignore
     )
+    return [_unite(x) for x in parsed] if is_either else parsed
+
+
+def _unite(parsed: Any) -> Any:
+    """Return the numbers that satisfy one of several bounds of a variable, as x < 1 or x > 2."""
+    is_region = isinstance(parsed, FiniteSet) and all(
+        not isinstance(x, Eq) and is_solved(x) for x in parsed.args
+    )
+    if not is_region or len(parsed.free_symbols) != 1:
+        return parsed
+    bounds: Any = parsed.args
+    return Union(*(bound.as_set() for bound in bounds))
+
+
+def _split_signs(latex: str) -> str:
+    """Return the two values of a formula with one \\pm inside, as a list."""
+    sign = PLUS_MINUS.fullmatch(latex)
+    if sign is None or len(re.findall(r"\\(?:pm|mp)(?![a-zA-Z])", latex)) > 1:
+        return latex
+    before, after = latex[: sign.start(1) - 1], latex[sign.end(1) :]
+    return f"{before}+{after}, {before}-{after}"
+
+
+def _spell_degrees(angle: re.Match[str]) -> str:
+    if bool(angle[2]) != bool(angle[4]):
+        return angle[0]
+    return f"{angle[1]}\\left(\\frac{{{angle[3]}\\pi}}{{180}}\\right)"
 
 
 def _spell_primes(primes: re.Match[str]) -> str:

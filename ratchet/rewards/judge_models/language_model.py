@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
+from ratchet.data.render_thread import run_beside_loop
 from ratchet.errors import DataError
 from ratchet.rewards.judge_models.base import JudgeModel
 from ratchet.types import Message, Sampling
@@ -43,7 +44,8 @@ class LanguageModelJudge(JudgeModel):
         Raises DataError if the question does not fit into the context, or the reply was cut off or
         is empty; and the errors of the generator.
         """
-        tokens = self._renderer.prompt([Message("user", question)])
+        messages = [Message("user", question)]
+        tokens = await run_beside_loop(messages, lambda: self._renderer.prompt(messages))
         n_free = self.max_context - len(tokens)
         if n_free < 1:
             raise DataError(

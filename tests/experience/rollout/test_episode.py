@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ratchet.data.render_thread import MAX_LOOP_CHARS
 from ratchet.errors import DataError
 from ratchet.experience.rollout.episode import EpisodePlayer
-from ratchet.experience.rollout.render_thread import MAX_LOOP_CHARS
 from ratchet.protocols import Step
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, TextOnlyMixin
 from ratchet.types import (

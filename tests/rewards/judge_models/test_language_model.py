@@ -1,6 +1,7 @@
 """A language model of the run as the judge of its attempts."""
 
 import asyncio
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,7 +9,10 @@ import pytest
 from rewards.spoken_judge import write_judge
 
 from ratchet.config.resolve import build, resolve
+from ratchet.data.render_thread import MAX_LOOP_CHARS
 from ratchet.errors import ConfigError, DataError
+from ratchet.rewards.judge_models.language_model import LanguageModelJudge
+from ratchet.rewards.reward_model import RewardModel, RewardModelConfig
 from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.testing import answered, check_reward
 from ratchet.training.workers.judges import JudgePlace, start_language_model
@@ -120,3 +124,54 @@ def test_a_judge_that_does_not_run_here_is_named():
         reward.use_judges({})
     (outcome,) = outcomes(reward, "85")
     assert "is not running here" in outcome.detail
+
+
+class Waiting:
+    """A renderer and a scorer; the renderer returns once the event loop has run something else."""
+
+    stop_ids = (0,)
+    max_positions = 10**6
+
+    def __init__(self):
+        self.renderer = self
+        self.is_called = threading.Event()
+        self.release = threading.Event()
+
+    def prompt(self, messages):
+        self.is_called.set()
+        assert self.release.wait(10), "rendering blocks the event loop"
+        return [1, 2]
+
+    def supervised(self, messages, train):
+        return self.prompt(messages), None
+
+    async def score(self, rows):
+        assert rows == [[1, 2]]
+        raise DataError("rendered")
+
+    async def generate(self, tokens, sampling):
+        await self.score([tokens])
+
+
+@pytest.mark.parametrize("kind", ["judge", "reward_model"])
+def test_long_texts_are_rendered_beside_the_event_loop(kind):
+    waiting, text = Waiting(), "7" * (MAX_LOOP_CHARS + 1)
+
+    def start():
+        if kind == "judge":
+            judge = LanguageModelJudge("grader", waiting, waiting, max_context=100, seed=0)
+            return judge.reply(text, temperature=0.0, max_tokens=9)
+        reward = RewardModel(RewardModelConfig(judge="grader"))
+        reward._scorer = waiting
+        return reward.score([answered(TASK, text)], TASK)
+
+    async def judge_beside_another():
+        judging = asyncio.ensure_future(start())
+        while not judging.done():
+            if waiting.is_called.is_set():
+                waiting.release.set()
+            await asyncio.sleep(0)
+        return judging.result()
+
+    with pytest.raises(DataError, match="rendered"):
+        asyncio.run(judge_beside_another())
