@@ -42,19 +42,13 @@ def _check_target_modules(stage: StageConfig, config: RunConfig) -> Iterator[Con
 
 
 def _check_target_parameters(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check that nothing divides or drops what adapters of fused experts need whole."""
-    lora, learner = stage.lora, stage.learner
+    """Check that adapters of fused experts have what they need."""
+    lora = stage.lora
     if lora is None or not lora.target_parameters:
         return
     reasons = {}
     if lora.dropout:
         reasons["lora.dropout"] = f"{lora.dropout} would drop inputs of linear layers alone. Set 0"
-    for key, ranks in (
-        ("learner.tensor_parallel", learner.tensor_ranks),
-        ("learner.expert_parallel", learner.expert_ranks),
-    ):
-        if ranks > 1:
-            reasons[key] = f"{ranks} divides the experts, but not their adapters. Set 1"
     sampler = stage.generator.sampler
     if sampler.max_lora_rank is not None:
         key = "generator.kind" if sampler == stage.generator else "generator.worker.kind"

@@ -32,17 +32,45 @@ REMEDY = "set learner.expert_parallel to 1, and learner.dp_shard to the number o
 ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+class LocalExperts:
+    """Computes rows sorted by this rank's experts, with the own forward of their module.
+
+    adapt: returns the module with which a forward computes: the same, or one with adapters added.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.adapt: Callable[[nn.Module], nn.Module] = lambda module: module
+
+    def __call__(self, x_Md: Tensor, counts_L: Tensor) -> Tensor:
+        if not len(x_Md):
+            # The result must have a gradient even without rows, because other ranks wait for this
+            # rank's backward, and FSDP for the gradient of each parameter.
+            padding = torch.cat([x_Md, x_Md.new_zeros(1, x_Md.shape[1])])
+            return self(padding, torch.ones_like(counts_L[:1]))[:0]
+        experts = torch.arange(len(counts_L), device=x_Md.device)
+        expert_M = experts.repeat_interleave(counts_L, output_size=len(x_Md))
+        forward = type(self.module).forward
+        weights_M1 = x_Md.new_ones(len(x_Md), 1)
+        return forward(self.adapt(self.module), x_Md, expert_M[:, None], weights_M1)
+
+
 @dataclass(frozen=True)
 class ExpertDivision:
     """The division of a model's experts over the ranks of a group.
 
-    modules: the modules that hold this rank's experts.
+    experts: this rank's experts of each layer.
     pieces: this rank's pieces of each parameter of these modules, by the parameter's name.
     """
 
     group: Group
-    modules: tuple[nn.Module, ...]
+    experts: tuple[LocalExperts, ...]
     pieces: Mapping[str, tuple[WeightPiece, ...]]
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules that hold this rank's experts."""
+        return tuple(experts.module for experts in self.experts)
 
 
 def find_stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -80,9 +108,9 @@ def divide_experts(
     divided_pieces: the pieces of the parameters that tensor parallelism has divided, by name.
     """
     shard_index = ShardIndex(group.rank(), group.size())
-    modules = find_stacked_experts(model)
+    division: list[LocalExperts] = []
     pieces: dict[str, tuple[WeightPiece, ...]] = {}
-    for path, module in modules.items():
+    for path, module in find_stacked_experts(model).items():
         total = _count_experts(module)
         local_experts = shard_index.range(total)
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -95,9 +123,9 @@ def divide_experts(
             pieces[weight_name] = tuple(piece for piece in cut if piece is not None)
         experts: Any = module
         experts.num_experts = len(local_experts)
-        compute = partial(ExpertExchange(group), _compute_rows(experts.forward))
-        experts.forward = _mix_rows(compute, total)
-    return ExpertDivision(group, tuple(modules.values()), pieces)
+        division.append(LocalExperts(module))
+        experts.forward = _mix_rows(partial(ExpertExchange(group), division[-1]), total)
+    return ExpertDivision(group, tuple(division), pieces)
 
 
 def _mix_rows(compute: ComputeExperts, n_experts: int) -> ExpertsForward:
@@ -107,22 +135,6 @@ def _mix_rows(compute: ComputeExperts, n_experts: int) -> ExpertsForward:
         return mix_experts(compute, hidden_Td, weights_TK, experts_TK, n_experts)
 
     return forward
-
-
-def _compute_rows(forward: ExpertsForward) -> ComputeExperts:
-    """Return a function that computes rows sorted by this rank's experts."""
-
-    def compute(x_Md: Tensor, counts_L: Tensor) -> Tensor:
-        if not len(x_Md):
-            # The result must have a gradient even without rows, because other ranks wait for this
-            # rank's backward, and FSDP for the gradient of each parameter.
-            padding = torch.cat([x_Md, x_Md.new_zeros(1, x_Md.shape[1])])
-            return compute(padding, torch.ones_like(counts_L[:1]))[:0]
-        experts = torch.arange(len(counts_L), device=x_Md.device)
-        expert_M = experts.repeat_interleave(counts_L, output_size=len(x_Md))
-        return forward(x_Md, expert_M[:, None], x_Md.new_ones(len(x_Md), 1))
-
-    return compute
 
 
 def _count_experts(module: nn.Module) -> int:

@@ -72,8 +72,6 @@ def transformers_recipe(recipe):
     ("override", "message"),
     [
         ("lora.dropout=0.1", "lora.dropout=0.1 would drop inputs of linear layers alone. Set 0"),
-        ("learner={kind: dtensor, tensor_parallel: 2}", "learner.tensor_parallel=2 divides the"),
-        ("learner={kind: dtensor, dp_shard: 2, expert_parallel: 2}", "expert_parallel=2 divides"),
         ("generator={kind: vllm, lora_rank: 8}", "generator.kind=vllm loads no adapters of fused"),
         (
             "generator={kind: workers, worker: {kind: vllm, lora_rank: 8}}",
@@ -83,7 +81,7 @@ def transformers_recipe(recipe):
 )
 def test_what_fused_experts_can_not_have_is_refused(override, message, transformers_recipe):
     fused = ["generator={kind: hf}", "lora.target_parameters=[mlp.experts.down_proj]"]
-    spread = "learner={kind: dtensor, dp_shard: 2, pipeline_parallel: 2, context_parallel: 2}"
+    spread = "learner={kind: dtensor, dp_shard: 2, tensor_parallel: 2, expert_parallel: 2}"
     for learner in ("learner={kind: local}", spread):
         lora = load_config(transformers_recipe, [*fused, learner]).stages[0].lora
         assert lora.target_parameters == ("mlp.experts.down_proj",)
