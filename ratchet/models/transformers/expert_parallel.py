@@ -25,8 +25,10 @@ from ratchet.models.layers.moe import ComputeExperts, mix_experts
 from ratchet.models.parallel.collectives import Group
 from ratchet.models.parallel.expert_parallel import ExpertExchange
 from ratchet.models.parallel.sharding import ShardIndex, check_even_experts
+from ratchet.models.transformers_settings import read_setting
 from ratchet.models.weights.weight_layout import WeightPiece, make_whole_piece
 
+ROW_BYTES = 16  # rows of a grouped product take a multiple of it
 REMEDY = "set learner.expert_parallel to 1, and learner.dp_shard to the number of ranks"
 # (hidden states [T, d], expert indices [T, K], their weights [T, K]) -> weighted sum [T, d]
 ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -86,6 +88,23 @@ def _has_stacked_experts(module: nn.Module) -> bool:
         and all(shape[:1] == (vars(module).get("num_experts"),) for shape in shapes)
         and len(inspect.signature(module.forward).parameters) == 3
     )
+
+
+def choose_experts_forward(model: nn.Module) -> None:
+    """Let transformers compute experts one after the other where its grouped product can't.
+
+    Rows of a grouped product take a multiple of 16 bytes each. Tiny experts, or the part of them
+    that a tensor-parallel rank has, may be narrower.
+    """
+    for module in find_stacked_experts(model).values():
+        config: Any = vars(module).get("config")
+        if read_setting(config, "_experts_implementation") != "grouped_mm":
+            continue
+        parameters = [p for p in module.parameters(recurse=False) if p.dim() == 3]
+        # An accelerator may compute in bfloat16.
+        n_bytes = 2 if torch.cuda.is_available() else parameters[0].element_size()
+        if any(size * n_bytes % ROW_BYTES for p in parameters for size in p.shape[1:]):
+            config._experts_implementation = "eager"
 
 
 def check_experts(model: nn.Module, ranks: int) -> None:

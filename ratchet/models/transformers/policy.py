@@ -39,7 +39,7 @@ from ratchet.models.transformers import packed_attention
 from ratchet.models.transformers.backbone_inputs import BackboneInputs
 from ratchet.models.transformers.context_parallel import DividedAttention
 from ratchet.models.transformers.expert_adapters import attach_adapter
-from ratchet.models.transformers.expert_parallel import find_stacked_experts
+from ratchet.models.transformers.expert_parallel import choose_experts_forward, find_stacked_experts
 from ratchet.models.transformers.head import find_head_name, run_head
 from ratchet.models.transformers.loading import (
     load_config,
@@ -100,6 +100,7 @@ class TransformersPolicy(PolicyModel):
         self._expert_parameters = list_expert_parameters(model)
         self.divided_attention: DividedAttention | None = None
         self.takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
+        choose_experts_forward(model)
         set_packed_attention(model, enabled=False)  # a policy may have had the model before
         self._check_logits()
         # The pipeline stages on this rank; none if the model is not cut into stages.
