@@ -94,7 +94,7 @@ def choose_experts_forward(model: nn.Module) -> None:
     """Let transformers compute experts one after the other where its grouped product can't.
 
     Rows of a grouped product take a multiple of 16 bytes each. Tiny experts, or the part of them
-    that a tensor-parallel rank has, may be narrower.
+    that a tensor-parallel rank has, may have other widths.
     """
     for module in find_stacked_experts(model).values():
         config: Any = vars(module).get("config")
