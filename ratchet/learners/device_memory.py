@@ -15,7 +15,6 @@ import torch
 
 from ratchet.algorithms.base import Algorithm
 from ratchet.config.lora import LoRAConfig
-from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
 from ratchet.config.sections import LearnerSection
 from ratchet.errors import ModelError
 from ratchet.learners.compute.forward import resolve_chunk_mib
@@ -65,8 +64,7 @@ def count_stage_models(
         elif lora is None:
             n_parameters += cost.parameters
     if lora is not None:
-        targets = resolve_decoder_targets(cost.shape, lora)
-        n_trained = cost.count_adapter_parameters(targets, lora.rank)
+        n_trained = cost.count_adapter_parameters(lora)
     return StageModels(cost, n_parameters, n_trained * len(algorithm.losses))
 
 

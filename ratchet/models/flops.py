@@ -8,8 +8,19 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from ratchet.config.lora import LoRAConfig
 from ratchet.config.model_shape.decoder_config import DecoderConfig
-from ratchet.config.model_shape.lora_targets import MLP, get_expert_matrices
+from ratchet.config.model_shape.lora_targets import (
+    ATTENTION,
+    MLP,
+    get_expert_matrices,
+    resolve_decoder_targets,
+    resolve_target_modules,
+    resolve_target_parameters,
+)
+
+# Number of matrices of an expert in each fused parameter of transformers.
+FUSED = {"gate_up_proj": 2, "down_proj": 1}
 
 
 @dataclass(frozen=True)
@@ -187,45 +198,94 @@ class DecoderCost:
         """Return the bytes of activations per token in the layer that keeps most of them."""
         return size * max(self._activations_per_layer)
 
-    def count_adapter_parameters(self, targets: Collection[str], rank: int) -> int:
-        """Return the number of LoRA parameters if every layer adapts these linear layers."""
-        layers = range(self.shape.n_layers)
-        return self.count_stage_adapter_parameters(layers, targets, rank)
-
-    def count_stage_adapter_parameters(
+    def count_adapter_parameters(
         self,
-        layers: Collection[int],
-        targets: Collection[str],
-        rank: int,
+        lora: LoRAConfig,
+        layers: Collection[int] | None = None,
         *,
+        tensor_parallel: int = 1,
         expert_parallel: int = 1,
     ) -> int:
-        """Return the number of LoRA parameters of these layers.
+        """Return the number of LoRA parameters of some layers on one rank.
 
         Args:
-            targets: The names of the adapted matrices, in the layers and in their experts.
+            layers: The indices of the layers; None: all.
+            tensor_parallel: The number of ranks that divide the adapted matrices. They divide the
+                factor on the side of the division, and have the other one whole.
             expert_parallel: The number of ranks that divide the experts of each layer.
+
+        Raises ConfigError for a target that selects nothing.
         """
-        shape = self.shape
+        shape, n = self.shape, tensor_parallel
         queries = shape.n_heads * shape.head_dim
         keys = shape.n_kv_heads * shape.head_dim
+        targets = self._resolve_targets(lora)
         outputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
         # Rows plus columns of each matrix.
         attention = sum(
-            shape.hidden_size + size for name, size in outputs.items() if name in targets
+            shape.hidden_size + size // n for name, size in outputs.items() if name in targets
         )
         dense = sum(name in targets for name in MLP)
         of_expert = sum(name in targets for name in get_expert_matrices(shape))
-        sides = len(layers) * attention
-        for layer in layers:
-            sides += (
-                of_expert
-                * (shape.n_experts // expert_parallel)
-                * (shape.hidden_size + shape.expert_intermediate_size)
-                if shape.is_sparse(layer)
-                else dense * (shape.hidden_size + shape.intermediate_size)
-            )
-        return rank * sides
+        expert_size = shape.expert_intermediate_size // n
+        n_experts = shape.n_experts // expert_parallel
+        fused = self._list_fused_targets(lora)
+        sides = 0
+        for layer in self._select(layers):
+            sides += attention
+            if not shape.is_sparse(layer):
+                sides += dense * (shape.hidden_size + shape.intermediate_size // n)
+                continue
+            sides += n_experts * of_expert * (shape.hidden_size + expert_size)
+            for parameter in fused.get(layer, ()):
+                sides += n_experts * (shape.hidden_size + FUSED[parameter] * expert_size)
+        return lora.rank * sides
+
+    def count_adapted_experts(
+        self,
+        lora: LoRAConfig,
+        layers: Collection[int] | None = None,
+        *,
+        tensor_parallel: int = 1,
+        expert_parallel: int = 1,
+    ) -> list[int]:
+        """Return the entries of the fused parameters of experts with an adapter, by layer.
+
+        A forward computes their sums with the adapter, which wait for the backward.
+
+        Arguments as in `count_adapter_parameters`.
+        """
+        shape, fused = self.shape, self._list_fused_targets(lora)
+        matrix = shape.hidden_size * (shape.expert_intermediate_size // tensor_parallel)
+        entries = shape.n_experts // expert_parallel * matrix
+        return [
+            entries * sum(FUSED[parameter] for parameter in fused.get(layer, ()))
+            for layer in self._select(layers)
+        ]
+
+    def _select(self, layers: Collection[int] | None) -> Collection[int]:
+        return range(self.shape.n_layers) if layers is None else layers
+
+    def _resolve_targets(self, lora: LoRAConfig) -> tuple[str, ...]:
+        """Return the names of the linear layers that get an adapter."""
+        if not self.uses_transformers:
+            return resolve_decoder_targets(self.shape, lora)
+        # transformers has no linear layers of routed experts.
+        has_dense = len(self.shape.sparse_layers) < self.shape.n_layers
+        return resolve_target_modules(lora, (*ATTENTION, *(MLP if has_dense else ())))
+
+    def _list_fused_targets(self, lora: LoRAConfig) -> dict[int, list[str]]:
+        """Return the fused parameters of experts that get an adapter, by layer."""
+        by_layer: dict[int, list[str]] = {}
+        names = {
+            f"model.layers.{layer}.mlp.experts.{parameter}": (layer, parameter)
+            for layer in self.shape.sparse_layers
+            for parameter in FUSED
+        }
+        for name in resolve_target_parameters(lora, names):
+            layer, parameter = names[name]
+            by_layer.setdefault(layer, []).append(parameter)
+        return by_layer
 
     def _count_activations(self, sparse: bool) -> int:
         """Return the number of activations per token that one layer keeps for its backward."""

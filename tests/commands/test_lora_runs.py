@@ -118,12 +118,8 @@ def test_a_killed_run_resumes_to_the_same_bits(fault, tmp_path):
     assert rows[0] == rows[1]
 
 
-@pytest.mark.slow
-def test_a_killed_run_with_fused_experts_resumes_to_the_same_bits(tmp_path):
-    """transformers runs the model. peft loads the adapter, and `ratchet convert` merges it."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
+def fused_recipe(tmp_path, algorithm, **more):
+    """(recipe, tokenizer) of a model of transformers with adapters of fused experts."""
     tokenizer = character_tokenizer("0123456789=")
     shape = DecoderConfig(
         tokenizer.vocab_size, 16, 2, 2, 1, 8, 24, family="qwen3_moe", n_experts=4, experts_per_token=2,
@@ -136,11 +132,23 @@ def test_a_killed_run_with_fused_experts_resumes_to_the_same_bits(tmp_path):
     lora = {"rank": 2, "target_modules": ["q_proj"], "target_parameters": targets}
     recipe = recipe_of(
         tmp_path,
-        {**stage("low", ALGORITHMS["dpo"], lora=lora), "steps": 3},
+        {**stage("low", algorithm, lora=lora), "steps": 3},
         model={"path": str(base), "backend": "transformers"},
         tokenizer={"kind": "auto"},
         generator={"kind": "hf"},
+        **more,
     )
+    return recipe, tokenizer
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_fused_experts_resumes_to_the_same_bits(tmp_path):
+    """transformers runs the model. peft loads the adapter, and `ratchet convert` merges it."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    recipe, tokenizer = fused_recipe(tmp_path, ALGORITHMS["dpo"])
+    base = tmp_path / "base"
     for run, faults in (("whole", ""), ("killed", "step.update:2:kill")):
         done = ratchet("train", recipe, "--run-dir", tmp_path / run, faults=faults)
         assert done.returncode == (-signal.SIGKILL if faults else 0), done.stderr
@@ -161,6 +169,27 @@ def test_a_killed_run_with_fused_experts_resumes_to_the_same_bits(tmp_path):
     left = load_file(tmp_path / "whole" / "model" / "model.safetensors")
     for name, weight in load_file(tmp_path / "merged" / "model.safetensors").items():
         torch.testing.assert_close(left[name], weight, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_generator_gets_the_fused_adapters_that_ranks_divide(tmp_path):
+    """The parity gate compares it with the learner. Also of a run that is resumed."""
+    ranks = {"kind": "dtensor", "dp_shard": 2, "expert_parallel": 2}
+    recipe, _ = fused_recipe(
+        tmp_path,
+        {**ALGORITHMS["grpo"], "entropy_coef": 1.0},
+        learner=ranks,
+        parity={"first_steps": 9, "threshold": 1e-4},
+    )
+    run = tmp_path / "run"
+    killed = ratchet("train", recipe, "--run-dir", run, faults="step.update:2:kill")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed = ratchet("train", "--resume", run)
+    assert resumed.returncode == 0, resumed.stderr
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["parity/max"] < 1e-4 for row in rows[1:]] == [True] * 3
+    moved = {name for name, w in load_file(run / "adapter" / WEIGHTS).items() if w.any()}
+    assert {name for name in moved if ".experts." in name and ".lora_B." in name}
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from ratchet.learners.distributed.topology import Topology
 from ratchet.learners.local import LocalLearner
 from ratchet.learners.optim.config import MuonConfig
 from ratchet.models.load import init_policy
+from ratchet.models.lora.decoder import Adapter
 from ratchet.models.model_source import ModelSource
 from ratchet.models.parallel.sharded_policy import DistributedPolicy
 from ratchet.models.scalar_head import ScalarHead
@@ -411,11 +412,13 @@ def frozen_names(rank, directory, options, patterns):
 
 
 def count_parameters(rank, cases):
-    """How many parameters a rank holds of each case: (learner's section, directory, backend)."""
+    """How many parameters a rank holds of each case: (learner's section, directory, backend, lora)."""
     counts = []
-    for section, directory, backend in cases:
+    for section, directory, backend, lora in cases:
         provider = DTensorModels(DTensorConfig(**section), CPU, torch.float32)
         model = provider.load(ModelSource(path=directory, backend=backend))
+        if lora is not None:
+            model.attach(Adapter(lora))
         shards = collect_param_shards(model, None, provider.mesh)
         counts.append(sum(shard.local.numel() for shard in shards))
     return counts

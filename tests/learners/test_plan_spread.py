@@ -270,6 +270,7 @@ def test_ranks_train_the_adapter_that_one_process_does(
     assert len(moved) == (8 if kind in ("gpt_oss", "deepseek_v2") else 14)
 
 
+EP2 = {"shards": 2, "experts": 2}
 OF_EXPERTS = LoRAConfig(
     rank=2,
     alpha=4.0,
@@ -279,23 +280,29 @@ OF_EXPERTS = LoRAConfig(
 
 
 @pytest.mark.parametrize(
-    ("kind", "topology", "options"),
+    ("kind", "topology", "options", "later"),
     [
-        ("qwen3_moe", {"shards": 2}, {"activation_checkpointing": True}),
-        ("gpt_oss", {"context": 2, "shards": 2}, {}),
-        ("qwen3_moe", {"pipeline": 2}, {"activation_checkpointing": True}),  # one stage has none
+        ("qwen3_moe", {"shards": 2}, {"activation_checkpointing": True}, {"shards": 2}),
+        ("gpt_oss", {"context": 2, "shards": 2}, {}, {"context": 2, "shards": 2, "experts": 4}),
+        # One stage has no experts.
+        ("qwen3_moe", {"pipeline": 2}, {"activation_checkpointing": True}, {"pipeline": 2}),
+        ("gpt_oss", EP2, {"activation_checkpointing": True}, EP2),
+        ("qwen3_moe", {"shards": 4, "experts": 2}, {}, {"replicas": 2, **EP2}),
+        ("qwen3_moe", {"pipeline": 2, **EP2}, {}, {"pipeline": 2, "shards": 2}),
+        ("qwen3_moe", {"tensor": 2}, {"activation_checkpointing": True}, EP2),
+        ("qwen3_moe", {"tensor": 2, **EP2}, SEQUENCE, {"tensor": 2, **EP2}),
     ],
 )
 def test_ranks_train_the_adapters_of_experts_that_one_process_does(
-    directory, kind, topology, options, tmp_path
+    directory, kind, topology, options, later, tmp_path
 ):
     """And go on from a checkpoint, which one process reads too."""
     adapter = Adapter(OF_EXPERTS, seed=5)
     expected = alone(directory(kind), STEPS, adapter=adapter)
     saved, world = (tmp_path, False, adapter), Topology(**topology).world_size
     arguments = (topology, directory(kind), STEPS, options, torch.float64, *saved)
-    results = run_ranks(world, "learners.spread_cases:spread", *arguments, OPTIMIZER, topology)
-    check_alike(results, topology, expected)
+    results = run_ranks(world, "learners.spread_cases:spread", *arguments, OPTIMIZER, later)
+    check_alike(results, later, expected)
     moved = [name for name in expected[1] if "experts" in name and ".lora_B." in name]
     assert len(moved) == (4 if kind == "gpt_oss" else 2)
     assert all(expected[1][name].any() for name in moved)
@@ -376,9 +383,10 @@ def test_ranks_with_other_experts_go_on_from_a_checkpoint(directory, tmp_path, t
         torch.testing.assert_close(weight, expected[name].float(), rtol=1e-6, atol=1e-7)
 
 
-def test_float32_agrees_to_rounding(directory, tmp_path):
-    """With grouped matrix products, which have no float64."""
-    topology = {"shards": 2, "experts": 2}
+@pytest.mark.parametrize("topology", [EP2, {"tensor": 2}])
+def test_float32_agrees_to_rounding(directory, topology, tmp_path):
+    """With grouped matrix products, which have no float64, and which tensor parallelism makes too
+    narrow here."""
     source = shutil.copytree(directory("qwen3_moe"), tmp_path / "model")
     config = json.loads((source / "config.json").read_text())
     del config["experts_implementation"]

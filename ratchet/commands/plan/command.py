@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from ratchet.algorithms.base import Algorithm
 from ratchet.commands.plan.probe import Probe
 from ratchet.config.model_shape.decoder_config import DecoderConfig
-from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.resolve import build
 from ratchet.config.schema import RecordConfig, RunConfig, StageConfig
@@ -344,6 +343,10 @@ def estimate_memory(
             * n_workers,
         }
     }
+    if stage.lora is not None and stage.lora.target_parameters:
+        sums = cost.count_adapted_experts(stage.lora)
+        n_sums = max(sums) if recomputes_layers(learner) else sum(sums)
+        phases["update"]["experts with adapters"] = n_sums * FP32_BYTES * n_workers
     if process.engine_copies_matrices:
         phases["update"]["matrices in bfloat16"] = BF16_BYTES * cost.count_layer_matrices()
     if n_running := max(workload.max_running_attempts, workload.max_running_eval_attempts):
@@ -458,6 +461,9 @@ def _estimate_role_bytes(
     for name in algorithm.roles:
         if n_parameters := _count_role_parameters(stage, algorithm, cost, name):
             bytes_by_purpose[f"{name}: weights"] = n_parameters * FP32_BYTES
+    if stage.lora is not None:
+        n_adapters = _count_trained_per_role(stage, cost) * len(algorithm.losses)
+        bytes_by_purpose["adapters: weights"] = n_adapters * FP32_BYTES
     for name in algorithm.losses:
         bytes_by_purpose[f"{name}: optimizer"] = int(
             _count_trained_per_role(stage, cost)
@@ -486,13 +492,7 @@ def _estimate_judge_bytes(config: RunConfig, process: ProcessMemory) -> dict[str
 
 def _count_trained_per_role(stage: StageConfig, cost: DecoderCost) -> int:
     """Return the number of parameters that one role trains: all, or those of its adapter."""
-    return (
-        cost.parameters
-        if stage.lora is None
-        else cost.count_adapter_parameters(
-            resolve_decoder_targets(cost.shape, stage.lora), stage.lora.rank
-        )
-    )
+    return cost.parameters if stage.lora is None else cost.count_adapter_parameters(stage.lora)
 
 
 def _round_up_to_power_of_two(n: int) -> int:

@@ -20,7 +20,7 @@ from ratchet.commands.plan.command import (
     find_micro_batch_tokens,
     find_role_cost,
 )
-from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
+from ratchet.config.lora import LoRAConfig
 from ratchet.config.schema import StageConfig
 from ratchet.learners.compute.forward import resolve_chunk_mib
 from ratchet.learners.config import DistributedConfig, DTensorConfig, MegatronConfig
@@ -37,11 +37,13 @@ from ratchet.models.parallel.sharding import StageIndex
 # What the memory of a rank is for, in the order of a table.
 PURPOSES = (
     "weights",
+    "adapters",
     "gathered weights",
     "gradients",
     "optimizer",
     "average",
     "activations",
+    "experts with adapters",
     "logits",
 )
 
@@ -89,7 +91,7 @@ def plan_pipeline_ranks(
     for rank in range(learner.pipeline_parallel):
         stages = list_rank_stages(learner, rank)
         states = _estimate_state_bytes(stage, learner, algorithm, costs, process, stages)
-        activations = _estimate_activation_bytes(learner, cost, process, stages, tokens)
+        activations = _estimate_activation_bytes(learner, cost, process, stages, tokens, stage.lora)
         layers = tuple(part.range(cost.shape.n_layers) for part in stages)
         plans.append(RankPlan(layers, {**states, **activations}))
     return tuple(plans)
@@ -130,6 +132,7 @@ def _estimate_state_bytes(
     if stage.lora is not None:
         adapter = _count_adapter(costs["policy"], stage, learner, stages)
         trained = [StageParameters(vectors=adapter)] * len(algorithm.losses)
+        bytes_by_purpose["adapters"] = adapter * len(algorithm.losses) * FP32_BYTES
     gradients = [count.total for count in trained]
     # Megatron's buffers hold the gradients of all roles.
     n_gradients = sum(gradients) if isinstance(learner, MegatronConfig) else max(gradients)
@@ -178,17 +181,12 @@ def _count_adapter(
 ) -> int:
     """Return the number of an adapter's parameters in a rank's stages."""
     assert stage.lora is not None, "a stage with an adapter"
-    targets = resolve_decoder_targets(cost.shape, stage.lora)
-    adapter = sum(
-        cost.count_stage_adapter_parameters(
-            part.range(cost.shape.n_layers),
-            targets,
-            stage.lora.rank,
-            expert_parallel=learner.expert_parallel,
-        )
-        for part in stages
+    return cost.count_adapter_parameters(
+        stage.lora,
+        [layer for part in stages for layer in part.range(cost.shape.n_layers)],
+        tensor_parallel=learner.tensor_parallel,
+        expert_parallel=learner.expert_parallel,
     )
-    return adapter // learner.tensor_parallel
 
 
 def _count_fsdp_ranks(learner: DistributedConfig) -> int:
@@ -234,6 +232,7 @@ def _estimate_activation_bytes(
     process: ProcessMemory,
     stages: Sequence[StageIndex],
     tokens: int,
+    lora: LoRAConfig | None,
 ) -> dict[str, int]:
     """Return the bytes of activations and logits, if each micro-batch has `tokens` tokens.
 
@@ -253,6 +252,20 @@ def _estimate_activation_bytes(
     if learner.sequence_parallel:
         token_bytes //= learner.tensor_parallel
     memory = {"activations": sharded_tokens * token_bytes * forwards // chunks}
+    if lora is not None and lora.target_parameters:
+        sums = cost.count_adapted_experts(
+            lora,
+            layers,
+            tensor_parallel=learner.tensor_parallel,
+            expert_parallel=learner.expert_parallel,
+        )
+        # The sums have the dtype in which FSDP gathers the experts.
+        is_gathered = learner.expert_parallel < _count_fsdp_ranks(learner)
+        sum_bytes = BF16_BYTES if is_gathered and not process.is_cpu else FP32_BYTES
+        n_sums = (
+            max(sums, default=0) if recomputes_layers(learner) else sum(sums) * forwards // chunks
+        )
+        memory["experts with adapters"] = n_sums * sum_bytes
     if stages[-1].index == stages[-1].count - 1:
         chunk_bytes = resolve_chunk_mib(learner.logprob_chunk_mib, process.device_kind) * MIB
         vocabulary = -(-cost.shape.vocab_size // learner.tensor_parallel)

@@ -42,28 +42,12 @@ def _check_target_modules(stage: StageConfig, config: RunConfig) -> Iterator[Con
 
 
 def _check_target_parameters(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check that nothing divides or drops what adapters of fused experts need whole."""
-    lora, learner = stage.lora, stage.learner
-    if lora is None or not lora.target_parameters:
-        return
-    reasons = {}
-    if lora.dropout:
-        reasons["lora.dropout"] = f"{lora.dropout} would drop inputs of linear layers alone. Set 0"
-    for key, ranks in (
-        ("learner.tensor_parallel", learner.tensor_ranks),
-        ("learner.expert_parallel", learner.expert_ranks),
-    ):
-        if ranks > 1:
-            reasons[key] = f"{ranks} divides the experts, but not their adapters. Set 1"
-    sampler = stage.generator.sampler
-    if sampler.max_lora_rank is not None:
-        key = "generator.kind" if sampler == stage.generator else "generator.worker.kind"
-        reasons[key] = f"{sampler.kind_name} loads no adapters of fused parameters. Set hf"
-    for key, reason in reasons.items():
+    lora = stage.lora
+    if lora is not None and lora.target_parameters and lora.dropout:
         yield clash(
-            f"lora.target_parameters adapts fused experts, and {key}={reason}, or remove "
-            "lora.target_parameters",
-            key,
+            f"lora.target_parameters adapts fused experts, and lora.dropout={lora.dropout} would "
+            "drop inputs of linear layers alone. Set 0, or remove lora.target_parameters",
+            "lora.dropout",
             "lora.target_parameters",
         )
 

@@ -46,6 +46,7 @@ KEYS: Mapping[str, str] = {
     "enable_lora": "generator.lora_rank",
     "max_lora_rank": "generator.lora_rank",
     "max_loras": "generator.lora_others",
+    "enable_mixed_moe_lora_format": "generator.lora_rank",
     "enable_sleep_mode": "cluster.colocated",
 }
 _WEIGHTS = "the learner's weights are pushed to vLLM, which loads no others"

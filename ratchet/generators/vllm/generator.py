@@ -438,7 +438,8 @@ def _make_adapter_arguments(config: VLLMConfig, *, on_cpu: bool) -> dict[str, An
     """Return the keywords for adapters; {} if the configuration allows none.
 
     On a CPU, vLLM 0.32 applies its last adapter slot to requests without an adapter that run beside
-    requests with one. So one more slot than needed is requested, and it stays empty.
+    requests with one. So one more slot than needed is requested, and it stays empty. Adapters of
+    fused experts are loaded beside those of each expert's matrices.
     """
     if not config.lora_rank:
         return {}
@@ -447,6 +448,7 @@ def _make_adapter_arguments(config: VLLMConfig, *, on_cpu: bool) -> dict[str, An
         "enable_lora": True,
         "max_loras": 1 + config.lora_others + on_cpu,
         "max_lora_rank": max_rank,
+        "enable_mixed_moe_lora_format": True,
     }
 
 

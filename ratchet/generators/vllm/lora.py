@@ -5,22 +5,29 @@ The workers check a directory's checksum, then vLLM loads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from shutil import rmtree
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
 from ratchet.config.model_shape.lora_targets import EXPERTS
 from ratchet.errors import ModelError
 from ratchet.models.lora.decoder import Adapter
-from ratchet.models.lora.files import WEIGHTS, StoredAdapter, save_adapter
+from ratchet.models.lora.experts import BASE_LAYER, strip_base_layers
+from ratchet.models.lora.files import CONFIG, WEIGHTS, StoredAdapter, save_adapter
+from ratchet.models.weights.weight_layout import PEFT_PREFIX
 from ratchet.protocols import Shard
 
 # The maximum ranks of adapters with which vLLM can be started.
 SUPPORTED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# The last part of the paths of adapters of fused experts: gate_up_proj, down_proj.
+FUSED_LAYERS = (BASE_LAYER, "experts")
 
 
 class AdapterSender:
@@ -77,7 +84,8 @@ class AdapterSender:
                 "missing or incomplete"
             )
         # peft's names end with MODULE.lora_A.weight or MODULE.lora_B.weight.
-        target_modules = sorted({name.split(".")[-3] for name in self._tensors})
+        names = {name.split(".")[-3] for name in self._tensors}
+        target_modules = sorted(names.difference(FUSED_LAYERS))
         return self._save(self.adapter, target_modules, self._tensors)
 
     def write_stored(self, stored: StoredAdapter) -> tuple[Path, str]:
@@ -104,10 +112,10 @@ class AdapterSender:
         self.loaded_path = path
 
 
-def check_expert_matrices(names: Iterable[str]) -> None:
-    """Raise ModelError if an adapter has only some of an expert's matrices.
+def check_expert_matrices(names: Collection[str]) -> None:
+    """Raise ModelError if an adapter has only some of an expert's matrices, or fused parameters.
 
-    vLLM loads only adapters of all matrices of an expert.
+    vLLM loads only adapters of all of them.
 
     Args:
         names: peft's names of the adapter's weights.
@@ -120,6 +128,50 @@ def check_expert_matrices(names: Iterable[str]) -> None:
                 f"the adapter has no {' and no '.join(missing)} of its experts, and vLLM loads an "
                 "adapter of all matrices of an expert only. Add them to lora.target_modules"
             )
+    paths = list_fused_paths(names)
+    for experts in sorted(map(strip_base_layers, paths)):
+        if not paths.issuperset({experts, f"{experts}.{BASE_LAYER}"}):
+            raise ModelError(
+                f"the adapter has one of the fused parameters of '{experts}', and vLLM loads "
+                "adapters of both only. Set "
+                "lora.target_parameters=[mlp.experts.gate_up_proj, mlp.experts.down_proj]"
+            )
+
+
+def list_fused_paths(names: Iterable[str]) -> set[str]:
+    """Return the paths of the adapters of fused experts, from peft's names of weights."""
+    paths = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in names}
+    return {path for path in paths if path.rpartition(".")[2] in FUSED_LAYERS}
+
+
+def _number_no_layer(path: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", path)
+
+
+def has_fused_experts(directory: Path) -> bool:
+    """Return True if an adapter in a directory is for fused experts."""
+    return bool(json.loads((directory / CONFIG).read_text()).get("target_parameters"))
+
+
+def explain_unknown_experts(path: str, modules: Iterable[str]) -> str:
+    """Return why vLLM would not use an adapter of fused experts; "" if it would.
+
+    vLLM skips adapters of modules that it does not have, as it must where its workers have other
+    layers.
+
+    Args:
+        path: The adapter's directory.
+        modules: Paths of a worker's modules.
+    """
+    known = {_number_no_layer(module) for module in modules}
+    with safe_open(Path(path) / WEIGHTS, framework="pt") as file:
+        for fused in sorted(map(strip_base_layers, list_fused_paths(file.keys()))):
+            if _number_no_layer(fused) not in known:
+                return (
+                    f"vLLM's model has no '{fused}', so it would not use the adapter of these "
+                    "experts. Set generator.kind=hf, or remove lora.target_parameters"
+                )
+    return ""
 
 
 def explain_adapter_damage(path: str, checksum: str) -> str:

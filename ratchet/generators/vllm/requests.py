@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from ratchet.errors import RequestFailed, TrainingError
 from ratchet.generators.engine.sampler import derive_stream
 from ratchet.generators.faults import find_first_nonfinite
 from ratchet.generators.request import GenerationRequest
+from ratchet.generators.vllm.lora import has_fused_experts
 from ratchet.generators.vllm.media import MediaSettings, collapse_placeholders, make_media_prompt
 from ratchet.generators.vllm.structured import make_structured_params
 from ratchet.models.layers.expert_routing import UNKNOWN
@@ -171,7 +173,11 @@ class LoRARequests(dict[str | None, Any]):
         """
         number = 1 if name is None else next(self._numbers)
         return partial(
-            import_module("vllm.lora.request").LoRARequest, f"adapter {number}", number, path
+            import_module("vllm.lora.request").LoRARequest,
+            f"adapter {number}",
+            number,
+            path,
+            is_3d_lora_weight=has_fused_experts(Path(path)),
         )
 
 

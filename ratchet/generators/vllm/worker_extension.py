@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ratchet.generators.vllm.lora import explain_adapter_damage
+from ratchet.generators.vllm.lora import explain_adapter_damage, explain_unknown_experts
 from ratchet.generators.vllm.sampler import report_unfiltered
 from ratchet.processes.process_group import list_mapped_segments, remove_paths
 
@@ -157,6 +157,9 @@ class VLLMWorkerExtension(_VLLMWorker):
     def check_adapter(self, path: str, checksum: str) -> str:
         """Check an adapter's file. Return the reason if it is refused, else ""."""
         reason = explain_adapter_damage(path, checksum)
+        if not reason:
+            modules = self.model_runner.get_model().named_modules()
+            reason = explain_unknown_experts(path, [name for name, _ in modules])
         return self._report_failure(reason) if reason else ""
 
     def apply_push(self, version: int) -> str:

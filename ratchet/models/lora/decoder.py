@@ -139,10 +139,11 @@ def init_adapters(
         layout: The pieces of each adapter parameter, by parameter name.
     """
     for name, parameter in adapter_parameters(module):
+        shapes = {piece.name: piece.shape for piece in layout[name]}
+        wholes = {weight: adapter.initial_weight(weight, shape) for weight, shape in shapes.items()}
         for block in cut_blocks(layout[name], parameter):
-            whole = adapter.initial_weight(block.name, block.shape)
             block.tensor.copy_(
-                whole[
+                wholes[block.name][
                     tuple(
                         slice(offset, offset + size)
                         for offset, size in zip(block.offsets, block.tensor.shape, strict=True)

@@ -5,7 +5,7 @@ Initial values and dropout are not peft's: both follow from a seed, as in the bu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,11 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from ratchet.errors import ModelError
-from ratchet.models.lora.decoder import Adapter, adapter_parameters, is_adapter_parameter
+from ratchet.models.lora.decoder import (
+    Adapter,
+    adapter_parameters,
+    init_adapters,
+    is_adapter_parameter,
+)
 from ratchet.models.lora.experts import list_expert_parameters, strip_base_layers
 from ratchet.models.lora.files import peft_config
 from ratchet.models.lora.layers import SeededDropout
-from ratchet.models.weights.weight_layout import PEFT_PREFIX
+from ratchet.models.transformers.expert_parallel import LocalExperts
+from ratchet.models.weights.weight_layout import PEFT_PREFIX, WeightPiece, make_whole_piece
 
 ADAPTER_NAME = "default"  # peft's name for an unnamed adapter
 
@@ -40,6 +46,8 @@ def attach(
     names: Sequence[str],
     experts: Collection[str] = (),
     *,
+    pieces: Mapping[str, tuple[WeightPiece, ...]] | None = None,
+    divided: Sequence[LocalExperts] = (),
     within: nn.Module | None = None,
 ) -> None:
     """Inject an adapter into a model, with its initial values, and freeze all other weights.
@@ -49,6 +57,8 @@ def attach(
     Args:
         names: Names of the linear layers to adapt.
         experts: Names of the fused parameters of experts to adapt.
+        pieces: This rank's pieces of the adapter's weights that it has a part of, by name.
+        divided: This rank's experts, if ranks divide them.
         within: The part of the model that gets the adapter; None: the whole model.
 
     Raises ModelError if peft can't adapt the model, or takes the names of linear layers for
@@ -57,7 +67,7 @@ def attach(
     from peft import inject_adapter_in_model
     from peft.tuners.lora.layer import ParamWrapper
 
-    from ratchet.models.lora.expert_layer import ExpertLoRA
+    from ratchet.models.lora.expert_layer import ExpertLoRA, apply_inside
 
     model.requires_grad_(False)
     available = list_linear_layers([within or model])
@@ -89,9 +99,14 @@ def attach(
             continue
         _widen(layer, adapter.lora.rank)
         layer.lora_dropout[ADAPTER_NAME] = SeededDropout(adapter.lora.dropout, path)
+    apply_inside(model, divided)
+    layout: dict[str, tuple[WeightPiece, ...]] = {}
     for name, parameter in adapter_parameters(model):
         parameter.requires_grad_(True)
-        parameter.copy_(adapter.initial_weight(get_canonical_name(name), parameter.shape))
+        weight_name = get_canonical_name(name)
+        whole = make_whole_piece(weight_name, parameter)
+        layout[name] = (pieces or {}).get(weight_name, (whole,))
+    init_adapters(model, adapter, layout)
 
 
 def _widen(layer: Any, rank: int) -> None:

@@ -28,6 +28,7 @@ from ratchet.models.transformers.context_parallel import (
 from ratchet.models.transformers.expert_parallel import REMEDY as EXPERTS_REMEDY
 from ratchet.models.transformers.expert_parallel import (
     check_experts,
+    choose_experts_forward,
     divide_experts,
     find_stacked_experts,
 )
@@ -124,6 +125,7 @@ def divide_by_plan(
         plan_name = f"{plan_name}, with learner.sequence_parallel,"
     division = divide_model(policy.model, plan, group, tokens)
     policy.tp_division = division
+    choose_experts_forward(policy.model)
     nn.Module.to(policy.model, device)
     if tokens is not None:
         experts.divide(tokens)

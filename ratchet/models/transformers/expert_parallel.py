@@ -25,24 +25,54 @@ from ratchet.models.layers.moe import ComputeExperts, mix_experts
 from ratchet.models.parallel.collectives import Group
 from ratchet.models.parallel.expert_parallel import ExpertExchange
 from ratchet.models.parallel.sharding import ShardIndex, check_even_experts
+from ratchet.models.transformers_settings import read_setting
 from ratchet.models.weights.weight_layout import WeightPiece, make_whole_piece
 
+ROW_BYTES = 16  # rows of a grouped product take a multiple of it
 REMEDY = "set learner.expert_parallel to 1, and learner.dp_shard to the number of ranks"
 # (hidden states [T, d], expert indices [T, K], their weights [T, K]) -> weighted sum [T, d]
 ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class LocalExperts:
+    """Computes rows sorted by this rank's experts, with the own forward of their module.
+
+    adapt: returns the module with which a forward computes: the same, or one with adapters added.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.adapt: Callable[[nn.Module], nn.Module] = lambda module: module
+
+    def __call__(self, x_Md: Tensor, counts_L: Tensor) -> Tensor:
+        if not len(x_Md):
+            # The result must have a gradient even without rows, because other ranks wait for this
+            # rank's backward, and FSDP for the gradient of each parameter.
+            padding = torch.cat([x_Md, x_Md.new_zeros(1, x_Md.shape[1])])
+            return self(padding, torch.ones_like(counts_L[:1]))[:0]
+        experts = torch.arange(len(counts_L), device=x_Md.device)
+        expert_M = experts.repeat_interleave(counts_L, output_size=len(x_Md))
+        forward = type(self.module).forward
+        weights_M1 = x_Md.new_ones(len(x_Md), 1)
+        return forward(self.adapt(self.module), x_Md, expert_M[:, None], weights_M1)
 
 
 @dataclass(frozen=True)
 class ExpertDivision:
     """The division of a model's experts over the ranks of a group.
 
-    modules: the modules that hold this rank's experts.
+    experts: this rank's experts of each layer.
     pieces: this rank's pieces of each parameter of these modules, by the parameter's name.
     """
 
     group: Group
-    modules: tuple[nn.Module, ...]
+    experts: tuple[LocalExperts, ...]
     pieces: Mapping[str, tuple[WeightPiece, ...]]
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules that hold this rank's experts."""
+        return tuple(experts.module for experts in self.experts)
 
 
 def find_stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -58,6 +88,23 @@ def _has_stacked_experts(module: nn.Module) -> bool:
         and all(shape[:1] == (vars(module).get("num_experts"),) for shape in shapes)
         and len(inspect.signature(module.forward).parameters) == 3
     )
+
+
+def choose_experts_forward(model: nn.Module) -> None:
+    """Let transformers compute experts one after the other where its grouped product can't.
+
+    Rows of a grouped product take a multiple of 16 bytes each. Tiny experts, or the part of them
+    that a tensor-parallel rank has, may have other widths.
+    """
+    for module in find_stacked_experts(model).values():
+        config: Any = vars(module).get("config")
+        if read_setting(config, "_experts_implementation") != "grouped_mm":
+            continue
+        parameters = [p for p in module.parameters(recurse=False) if p.dim() == 3]
+        # An accelerator may compute in bfloat16.
+        n_bytes = 2 if torch.cuda.is_available() else parameters[0].element_size()
+        if any(size * n_bytes % ROW_BYTES for p in parameters for size in p.shape[1:]):
+            config._experts_implementation = "eager"
 
 
 def check_experts(model: nn.Module, ranks: int) -> None:
@@ -80,9 +127,9 @@ def divide_experts(
     divided_pieces: the pieces of the parameters that tensor parallelism has divided, by name.
     """
     shard_index = ShardIndex(group.rank(), group.size())
-    modules = find_stacked_experts(model)
+    division: list[LocalExperts] = []
     pieces: dict[str, tuple[WeightPiece, ...]] = {}
-    for path, module in modules.items():
+    for path, module in find_stacked_experts(model).items():
         total = _count_experts(module)
         local_experts = shard_index.range(total)
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -95,9 +142,9 @@ def divide_experts(
             pieces[weight_name] = tuple(piece for piece in cut if piece is not None)
         experts: Any = module
         experts.num_experts = len(local_experts)
-        compute = partial(ExpertExchange(group), _compute_rows(experts.forward))
-        experts.forward = _mix_rows(compute, total)
-    return ExpertDivision(group, tuple(modules.values()), pieces)
+        division.append(LocalExperts(module))
+        experts.forward = _mix_rows(partial(ExpertExchange(group), division[-1]), total)
+    return ExpertDivision(group, tuple(division), pieces)
 
 
 def _mix_rows(compute: ComputeExperts, n_experts: int) -> ExpertsForward:
@@ -107,22 +154,6 @@ def _mix_rows(compute: ComputeExperts, n_experts: int) -> ExpertsForward:
         return mix_experts(compute, hidden_Td, weights_TK, experts_TK, n_experts)
 
     return forward
-
-
-def _compute_rows(forward: ExpertsForward) -> ComputeExperts:
-    """Return a function that computes rows sorted by this rank's experts."""
-
-    def compute(x_Md: Tensor, counts_L: Tensor) -> Tensor:
-        if not len(x_Md):
-            # The result must have a gradient even without rows, because other ranks wait for this
-            # rank's backward, and FSDP for the gradient of each parameter.
-            padding = torch.cat([x_Md, x_Md.new_zeros(1, x_Md.shape[1])])
-            return compute(padding, torch.ones_like(counts_L[:1]))[:0]
-        experts = torch.arange(len(counts_L), device=x_Md.device)
-        expert_M = experts.repeat_interleave(counts_L, output_size=len(x_Md))
-        return forward(x_Md, expert_M[:, None], x_Md.new_ones(len(x_Md), 1))
-
-    return compute
 
 
 def _count_experts(module: nn.Module) -> int:

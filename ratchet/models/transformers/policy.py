@@ -25,8 +25,9 @@ from ratchet.models.flops import TokenCost
 from ratchet.models.flops_transformers import estimate_token_cost
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.lora import transformers as transformers_lora
-from ratchet.models.lora.decoder import Adapter, Factors
+from ratchet.models.lora.decoder import Adapter
 from ratchet.models.lora.experts import (
+    ExpertFactors,
     list_expert_parameters,
     resolve_expert_factors,
     strip_base_layers,
@@ -37,7 +38,8 @@ from ratchet.models.policy import UNLIMITED, PolicyModel
 from ratchet.models.transformers import packed_attention
 from ratchet.models.transformers.backbone_inputs import BackboneInputs
 from ratchet.models.transformers.context_parallel import DividedAttention
-from ratchet.models.transformers.expert_parallel import find_stacked_experts
+from ratchet.models.transformers.expert_adapters import attach_adapter
+from ratchet.models.transformers.expert_parallel import choose_experts_forward, find_stacked_experts
 from ratchet.models.transformers.head import find_head_name, run_head
 from ratchet.models.transformers.loading import (
     load_config,
@@ -46,7 +48,6 @@ from ratchet.models.transformers.loading import (
 )
 from ratchet.models.transformers.packed_attention import set_packed_attention
 from ratchet.models.transformers.probe import PROBE_LENGTHS, is_close
-from ratchet.models.transformers.tensor_parallel import divide_adapters
 from ratchet.models.transformers_settings import read_max_positions
 from ratchet.models.weights.hf_weights import SavableTensor, remove_stale_weights
 from ratchet.types import Medium
@@ -99,6 +100,7 @@ class TransformersPolicy(PolicyModel):
         self._expert_parameters = list_expert_parameters(model)
         self.divided_attention: DividedAttention | None = None
         self.takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
+        choose_experts_forward(model)
         set_packed_attention(model, enabled=False)  # a policy may have had the model before
         self._check_logits()
         # The pipeline stages on this rank; none if the model is not cut into stages.
@@ -372,15 +374,20 @@ class TransformersPolicy(PolicyModel):
         self.resolve_expert_factors(lora)  # refuses unknown names
         return resolve_target_modules(lora, self._linear_layers)
 
-    def resolve_expert_factors(self, lora: LoRAConfig) -> Mapping[str, Factors]:
+    def resolve_expert_factors(self, lora: LoRAConfig) -> Mapping[str, ExpertFactors]:
         return resolve_expert_factors(lora, self._expert_parameters)
 
     def attach(self, adapter: Adapter) -> None:
         names = self.resolve_adapter_layers(adapter.lora)
-        experts = self.resolve_expert_factors(adapter.lora)
-        transformers_lora.attach(self.model, adapter, names, experts, within=self.language)
-        if self.tp_division is not None:
-            self.tp_division = divide_adapters(self.model, self.tp_division)
+        self.tp_division, self.expert_division = attach_adapter(
+            self.model,
+            adapter,
+            names,
+            self.resolve_expert_factors(adapter.lora),
+            self.tp_division,
+            self.expert_division,
+            within=self.language,
+        )
         self.adapter = adapter
 
     @property

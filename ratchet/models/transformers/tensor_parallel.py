@@ -140,8 +140,8 @@ def divide_adapters(model: nn.Module, division: TPDivision) -> TPDivision:
     modules = dict(model.named_modules())
     for path, style in division.plan.styles.items():
         layer: Any = modules.get(path)
-        if not hasattr(layer, "lora_A"):
-            continue
+        if style in EXPERTS or not hasattr(layer, "lora_A"):
+            continue  # `divide_expert_adapters` divides those of experts
         a, b = layer.lora_A[ADAPTER_NAME], layer.lora_B[ADAPTER_NAME]
         if style in SHARED_ROPE:
             if tokens is None:

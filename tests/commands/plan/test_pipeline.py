@@ -134,6 +134,11 @@ CASES = [
     ("experts", "dp_shard=2 pipeline_parallel=2 expert_parallel=2"),
     ("experts", "tensor_parallel=2 pipeline_parallel=2 stage_layers=[2,3]"),
 ]
+FUSED = (
+    "{rank: 3, target_modules: [q_proj, o_proj], "
+    "target_parameters: [experts.gate_up_proj, experts.down_proj]}"
+)
+LORAS = {"ratchet": ["null", "{rank: 3}"], "transformers": ["null", FUSED]}
 
 
 @pytest.mark.slow
@@ -143,13 +148,16 @@ def test_ranks_hold_the_weights_that_the_plan_counts(tmp_path: Path) -> None:
         directory = tmp_path / name
         init_policy(SHAPES[name], seed=0, dtype=torch.float32).save(directory)
         keys = ["learner.kind=dtensor", *(f"learner.{key}" for key in text.split())]
-        for backend in ("ratchet", "transformers"):
-            model = f"{{path: {directory}, backend: {backend}}}"
-            ranks, _, _ = plan_ranks(tmp_path, *keys, model=model)
-            plans.append([rank.bytes_by_purpose["weights"] // 4 for rank in ranks])
-            config = freeze(load_config(tmp_path / "recipe.yaml", keys))
-            section = config.stages[0].learner.model_dump(mode="json")
-            sections.append((section, str(directory), backend))
+        for backend, loras in LORAS.items():
+            for lora in loras[: 2 if name == "experts" else 1]:
+                keys_and_lora = [*keys, f"lora={lora}", "generator={kind: hf}"]
+                model = f"{{path: {directory}, backend: {backend}}}"
+                ranks, _, _ = plan_ranks(tmp_path, *keys_and_lora, model=model)
+                sizes = [rank.bytes_by_purpose for rank in ranks]
+                plans.append([(size["weights"] + size.get("adapters", 0)) // 4 for size in sizes])
+                config = freeze(load_config(tmp_path / "recipe.yaml", keys_and_lora))
+                section = config.stages[0].learner.model_dump(mode="json")
+                sections.append((section, str(directory), backend, config.stages[0].lora))
     results = run_ranks(4, "learners.spread_cases:count_parameters", sections)
     for case, plan in enumerate(plans):
         held = [counts[case] for counts in results]

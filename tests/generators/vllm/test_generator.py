@@ -887,6 +887,7 @@ def test_it_starts_for_adapters_of_the_next_rank_that_vllm_knows():
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": 16,
+        "enable_mixed_moe_lora_format": True,
     }
     several = make_engine_arguments(
         VLLMConfig(lora_rank=9, lora_others=3), Path("m"), dtype, 64, on_cpu=True
