@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ratchet.algorithms.base import Algorithm
+from ratchet.commands.plan.frozen import count_frozen_weights
 from ratchet.commands.plan.probe import Probe
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
@@ -485,14 +486,11 @@ def _estimate_judge_bytes(config: RunConfig, process: ProcessMemory) -> dict[str
 
 
 def _count_trained_per_role(stage: StageConfig, cost: DecoderCost) -> int:
-    """Return the number of parameters that one role trains: all, or those of its adapter."""
-    return (
-        cost.parameters
-        if stage.lora is None
-        else cost.count_adapter_parameters(
-            resolve_decoder_targets(cost.shape, stage.lora), stage.lora.rank
-        )
-    )
+    """Return the number of parameters that one role trains: those of its adapter, if it has one."""
+    if stage.lora is None:
+        return cost.parameters - count_frozen_weights(cost).total
+    targets = resolve_decoder_targets(cost.shape, stage.lora)
+    return cost.count_adapter_parameters(targets, stage.lora.rank)
 
 
 def _round_up_to_power_of_two(n: int) -> int:

@@ -1,0 +1,35 @@
+"""Count the parameters that `model.freeze` excludes from training, from a model's shape."""
+
+from __future__ import annotations
+
+import torch
+
+from ratchet.models.decoder import Decoder
+from ratchet.models.flops import DecoderCost, StageParameters
+from ratchet.models.parallel.sharding import WHOLE, ModelShard
+from ratchet.models.weights.weight_layout import is_selected, list_pieces
+
+
+def count_frozen_weights(cost: DecoderCost, shard: ModelShard = WHOLE) -> StageParameters:
+    """Return the parameters of a shard that `cost.freeze` selects, before FSDP divides them.
+
+    cost: the cost of the whole model.
+    """
+    frozen = StageParameters()
+    if not cost.freeze:
+        return frozen
+    # The patterns select names, so the layers are laid out, without memory.
+    with torch.device("meta"):
+        decoder = Decoder(cost.shape, shard)
+    for name, pieces in list_pieces(decoder).items():
+        shape = decoder.get_parameter(name).shape
+        rows = sum(len(piece.rows) for piece in pieces if is_selected(piece.name, cost.freeze))
+        if len(shape) == 1:
+            frozen += StageParameters(vectors=rows)
+        elif len(shape) == 3:
+            frozen += StageParameters(experts=rows * shape[-1])
+        else:
+            if name.startswith("embed_tokens") and cost.has_whole_embedding:
+                rows = min(rows, 1) * cost.shape.vocab_size
+            frozen += StageParameters(matrices=rows * shape[-1])
+    return frozen
