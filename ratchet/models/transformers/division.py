@@ -103,7 +103,8 @@ def check_sequence_division(policy: TransformersPolicy, n_first_layers: int) -> 
         raise ModelError(
             f"{name} adds features of images after its first {n_feature_layers} layers. With "
             "learner.sequence_parallel the first pipeline stage needs more layers than these, but "
-            f"it has {n_first_layers}: set learner.stage_layers so, or {SEQUENCE_REMEDY}"
+            f"it has {n_first_layers}: set learner.stage_layers with {n_feature_layers + 1} or "
+            f"more for that stage, or {SEQUENCE_REMEDY}"
         )
 
 
@@ -199,9 +200,11 @@ def _cut_layers(policy: TransformersPolicy, stage: StageIndex) -> list[Transform
         raise ModelError(
             f"{name} adds features of images after its first {policy.n_feature_layers} layers, "
             f"which must be in the first pipeline stage, but that has {n_first}: set "
-            "learner.stage_layers so, or fewer stages"
+            f"learner.stage_layers with {policy.n_feature_layers} or more for that stage"
         )
     inputs = make_probe(policy, PROBE_LENGTHS)
+    # Micro-batches of a pipeline are padded, but not those of a probe.
+    _check_language_inputs(policy, inputs)
     whole_probe = _probe(policy, inputs)
     stages = [TransformersStage(policy, replace(stage, index=i)) for i in range(stage.count)]
     users = Counter(parameter for stage in stages for parameter in stage.parameters())
@@ -237,8 +240,12 @@ def check_token_division(policy: TransformersPolicy) -> None:
             f"{CONTEXT_REMEDY}"
         )
     check_context(policy.model, policy.text_config)
+    _check_language_inputs(policy, make_probe(policy, PROBE_LENGTHS))
+
+
+def _check_language_inputs(policy: TransformersPolicy, inputs: ProbeInputs) -> None:
+    """Raise ModelError if a multimodal model gives its language model what can't be divided."""
     if policy.reads_media:
-        inputs = make_probe(policy, PROBE_LENGTHS)
         index = torch.arange(len(inputs.tokens_T), device=policy.model.device)
         with torch.no_grad(), divide_language_inputs(policy.language, index):
             inputs.run(policy)

@@ -50,7 +50,7 @@ def divide_language_inputs(
         nonlocal is_divided
         is_divided = True
         unknown = [name for name, x in named.items() if _is_input(x) and name not in KNOWN_INPUTS]
-        if args or unknown:
+        if index_U is not None and (args or unknown):
             raise ModelError(
                 f"{type(language).__name__} gets {', '.join(unknown) or 'unnamed arguments'} of "
                 f"its multimodal model, which can't be divided over ranks: {REMEDY}"
@@ -58,7 +58,7 @@ def divide_language_inputs(
         changed = named if index_U is None else named | _select_tokens(named, index_U)
         if tokens is not None and changed.get(FEATURES) is not None:
             changed = changed | _divide_features(changed, tokens)
-        return (), changed
+        return args, changed
 
     hook = language.register_forward_pre_hook(divide, with_kwargs=True)
     try:

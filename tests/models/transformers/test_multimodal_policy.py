@@ -332,6 +332,10 @@ def test_layers_with_features_of_pictures_stay_in_the_first_stage():
     with pytest.raises(ModelError, match="needs more layers than these, but it has 2: set learner"):
         check_dtensor(DTensorConfig(**sequence), policy)
     check_dtensor(DTensorConfig(**sequence, stage_layers=(3, 2)), policy)
+    add = lambda _, args, named: (args, {**named, "token_type_ids": torch.ones(1)})  # noqa: E731
+    policy.language.register_forward_pre_hook(add, with_kwargs=True)
+    with pytest.raises(ModelError, match="gets token_type_ids of its multimodal model, which"):
+        check_dtensor(DTensorConfig(pipeline_parallel=2), policy)
 
 
 def test_a_language_model_with_other_inputs_keeps_its_tokens():
