@@ -25,16 +25,17 @@ FOLDERS: list[TemporaryFolder] = []  # removed when this process ends
 
 
 @functools.cache
-def model_directory(family: Family = "qwen2_5_vl") -> Path:
+def model_directory(family: Family = "qwen2_5_vl", layers: int = 2) -> Path:
     """Its norms and biases are random too: at 1 and 0 they would hide a weight in the wrong
-    place."""
+    place. Of Qwen3, features of images are added after the first half of the layers."""
     from transformers import AutoModelForImageTextToText
 
     if not READS_IMAGES:
         pytest.skip(NEEDS_TORCHVISION, allow_module_level=True)
     folder = TemporaryFolder("vlm")
     FOLDERS.append(folder)
-    directory = write_tiny_vlm(folder.path / family, TinyVLM(family=family, hidden=32, std=0.15))
+    sizes = TinyVLM(family=family, hidden=32, layers=layers, std=0.15, deepstack=layers // 2)
+    directory = write_tiny_vlm(folder.path / family, sizes)
     model = AutoModelForImageTextToText.from_pretrained(directory, local_files_only=True)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -63,6 +63,13 @@ class StageParameters:
             self.vectors + other.vectors,
         )
 
+    def __sub__(self, other: StageParameters) -> StageParameters:
+        return StageParameters(
+            self.matrices - other.matrices,
+            self.experts - other.experts,
+            self.vectors - other.vectors,
+        )
+
 
 @dataclass(frozen=True)
 class DecoderCost:
@@ -74,6 +81,13 @@ class DecoderCost:
     # True if transformers runs the model. Its plans of tensor parallelism leave an untied embedding
     # whole.
     uses_transformers: bool = False
+    # Patterns of the weights that no update changes (`model.freeze`).
+    freeze: tuple[str, ...] = ()
+
+    @property
+    def has_whole_embedding(self) -> bool:
+        """True if tensor parallelism leaves the embedding whole."""
+        return self.uses_transformers and not self.shape.tied
 
     @property
     def parameters(self) -> int:
@@ -117,8 +131,7 @@ class DecoderCost:
                 vectors += shape.mlp_bias * (2 * shape.intermediate_size // n + shape.hidden_size)
         has_head = is_last and not (shape.tied and is_first)
         share = -(-shape.vocab_size // n)
-        whole = self.uses_transformers and not shape.tied
-        embedding_rows = shape.vocab_size if whole else share
+        embedding_rows = shape.vocab_size if self.has_whole_embedding else share
         matrices += (is_first * embedding_rows + has_head * share) * shape.hidden_size
         return StageParameters(matrices, experts, vectors)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,7 +33,7 @@ from ratchet.models.parallel.tensor_parallel import VocabParallelLogits
 from ratchet.models.transformers.expert_parallel import ExpertDivision
 from ratchet.models.transformers.tensor_parallel import TPDivision
 from ratchet.models.weights.hf_weights import SavableTensor, canonical_weights, save_decoder
-from ratchet.models.weights.weight_layout import list_pieces
+from ratchet.models.weights.weight_layout import is_selected, list_pieces
 
 UNLIMITED = 2**31 - 1  # `max_positions` of a model whose configuration has no limit
 
@@ -255,7 +254,7 @@ class PolicyModel(nn.Module, ABC):
         """
         frozen_parameters: set[str] = set()
         for name, weight_names in self.weights_by_parameter().items():
-            selected = [weight for weight in weight_names if _is_selected(weight, patterns)]
+            selected = [weight for weight in weight_names if is_selected(weight, patterns)]
             if selected and len(selected) < len(weight_names):
                 others = [weight for weight in weight_names if weight not in selected]
                 raise ConfigError(
@@ -328,7 +327,7 @@ def check_freeze(model: PolicyModel, patterns: Sequence[str]) -> None:
     """Raise ConfigError for a pattern of `freeze` without weights, or if nothing would train."""
     names = [name for weights in model.weights_by_parameter().values() for name in weights]
     for pattern in patterns:
-        if not any(_is_selected(name, [pattern]) for name in names):
+        if not any(is_selected(name, [pattern]) for name in names):
             raise ConfigError(
                 f"model.freeze={pattern} selects no weight of the model, which has names such as "
                 f"{names[0]} and {names[-1]}. Mend it, or remove it"
@@ -337,12 +336,6 @@ def check_freeze(model: PolicyModel, patterns: Sequence[str]) -> None:
         raise ConfigError(
             "model.freeze selects every weight that would train. Remove a pattern from it"
         )
-
-
-def _is_selected(name: str, patterns: Sequence[str]) -> bool:
-    return any(
-        fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns
-    )
 
 
 class DecoderPolicy(PolicyModel):

@@ -79,6 +79,9 @@ class TinyVLM:
     """Maximum number of tokens of an image; larger images are scaled down."""
     max_positions: int = 2048
     tied: bool = True
+    deepstack: int = 1
+    """Number of Qwen3's vision layers whose features are added to the hidden states after as many
+    of the first layers."""
     std: float = 0.02
     """Standard deviation of the weights."""
     seed: int = 0
@@ -170,7 +173,7 @@ def _make_config(sizes: TinyVLM, tokenizer: Tokenizer) -> Any:
         text["head_dim"] = head_dim
         vision |= {
             "num_position_embeddings": 64,
-            "deepstack_visual_indexes": list(range(min(sizes.layers, 1))),
+            "deepstack_visual_indexes": list(range(sizes.deepstack)),
         }
     if sizes.family == "qwen3_vl_moe":
         text |= {

@@ -28,7 +28,7 @@ from ratchet.learners.distributed.topology import Topology, build_topology
 from ratchet.learners.local import LocalLearner
 from ratchet.models.load import load_transformers_policy
 from ratchet.models.model_source import ModelSource
-from ratchet.models.transformers import context_parallel
+from ratchet.models.transformers import language_inputs
 from ratchet.models.transformers.division import divide_by_tokens
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=0.5, weight_decay=0.1)
@@ -61,7 +61,9 @@ def local(
 ):
     """(metrics by step, weights, logprobs of the last batch) in one process."""
     policy = load_transformers_policy(directory, dtype=dtype, train_encoders=train_encoders)
-    if adapter is not None:
+    if isinstance(adapter, tuple):
+        policy.freeze(adapter)
+    elif adapter is not None:
         policy.attach(adapter)
     learner = LocalLearner(
         LocalConfig(micro_batch_tokens=tokens), policy, optimizer=OPTIMIZER, total_steps=10
@@ -83,13 +85,22 @@ def local(
 
 @unrounded()
 def ranked(
-    rank, options, directory, train_encoders, pickled, saved=None, losses="sft", adapter=None
+    rank,
+    options,
+    directory,
+    train_encoders,
+    pickled,
+    saved=None,
+    losses="sft",
+    adapter=None,
+    checkpoint=None,
 ):
     """On one rank: (metrics by step, blocks of weights (with whether they rest), pictures by
-    micro-batch of each step, (rows, columns) of the last batch)."""
+    micro-batch of each step, (rows, columns) of the last batch). checkpoint: where to go on."""
     provider = DTensorModels(DTensorConfig(**options), torch.device("cpu"), torch.float64)
+    frozen, adapter = (adapter, None) if isinstance(adapter, tuple) else ((), adapter)
     policy = provider.load(
-        ModelSource(path=str(directory), train_encoders=train_encoders)
+        ModelSource(path=str(directory), train_encoders=train_encoders, freeze=frozen)
     ).requires_grad_(True)
     spec = RoleSpec(
         optimizer={**OPTIMIZER.model_dump(mode="json"), "kind": "adamw"},
@@ -100,9 +111,13 @@ def ranked(
 
     def own_micros(batch):
         plan = plan_microbatches(batch, max_tokens=TOKENS, workers=mesh.topology.data_ranks)
-        parts = distribute_microbatches(batch, plan, mesh.topology.data_ranks)
+        parts = distribute_microbatches(
+            batch, plan, mesh.topology.data_ranks, multiple=mesh.topology.pipeline
+        )
         return parts[mesh.topology.data_rank(mesh.coordinates)]
 
+    if checkpoint is not None:
+        learner.load(checkpoint)
     metrics, pictures = [], []
     batches = pickle.loads(pickled)
     for batch in batches:
@@ -158,16 +173,16 @@ def refused_features(rank, directory):
     """What a rank says of a model whose image features come in another order than its tokens."""
     group = Mesh(Topology(context=2), "cpu").context
     policy = load_transformers_policy(directory, dtype=torch.float64)
-    take_own = context_parallel._take_own_inputs
+    select = language_inputs._select_tokens
 
-    def reversed_features(named, own_t):
-        changed = take_own(named, own_t)
+    def reversed_features(named, index_U):
+        changed = select(named, index_U)
         if features := changed.get("deepstack_visual_embeds"):
             changed["deepstack_visual_embeds"] = [x.flip(0) for x in features]
         return changed
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(context_parallel, "_take_own_inputs", reversed_features)
+        patched.setattr(language_inputs, "_select_tokens", reversed_features)
         with pytest.raises(ModelError) as caught:
             divide_by_tokens(policy, group)
     return str(caught.value)

@@ -412,13 +412,16 @@ def frozen_names(rank, directory, options, patterns):
 
 
 def count_parameters(rank, cases):
-    """How many parameters a rank holds of each case: (learner's section, directory, backend, lora)."""
+    """How many parameters a rank holds and trains of each case: (learner's section, directory,
+    backend, lora, what is frozen)."""
     counts = []
-    for section, directory, backend, lora in cases:
+    for section, directory, backend, lora, freeze in cases:
         provider = DTensorModels(DTensorConfig(**section), CPU, torch.float32)
-        model = provider.load(ModelSource(path=directory, backend=backend))
+        source = ModelSource(path=directory, backend=backend, freeze=freeze)
+        model = provider.load(source).requires_grad_(True)
         if lora is not None:
             model.attach(Adapter(lora))
         shards = collect_param_shards(model, None, provider.mesh)
-        counts.append(sum(shard.local.numel() for shard in shards))
+        trained = [shard for shard in shards if shard.parameter.requires_grad]
+        counts.append([sum(shard.local.numel() for shard in some) for some in (shards, trained)])
     return counts

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ratchet.algorithms.base import Algorithm
+from ratchet.commands.plan.trained import count_trained_weights
 from ratchet.commands.plan.probe import Probe
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.model_shape.presets import get_preset
@@ -397,7 +398,7 @@ def find_micro_batch_tokens(
 
 def count_trained_parameters(stage: StageConfig, algorithm: Algorithm, cost: DecoderCost) -> int:
     """Return the number of trained parameters of all roles."""
-    return _count_trained_per_role(stage, cost) * len(algorithm.losses)
+    return count_trained_weights(cost, stage.lora) * len(algorithm.losses)
 
 
 def count_frozen_parameters(stage: StageConfig, algorithm: Algorithm, cost: DecoderCost) -> int:
@@ -462,15 +463,17 @@ def _estimate_role_bytes(
         if n_parameters := _count_role_parameters(stage, algorithm, cost, name):
             bytes_by_purpose[f"{name}: weights"] = n_parameters * FP32_BYTES
     if stage.lora is not None:
-        n_adapters = _count_trained_per_role(stage, cost) * len(algorithm.losses)
+        n_adapters = count_trained_weights(cost, stage.lora) * len(algorithm.losses)
         bytes_by_purpose["adapters: weights"] = n_adapters * FP32_BYTES
     for name in algorithm.losses:
         bytes_by_purpose[f"{name}: optimizer"] = int(
-            _count_trained_per_role(stage, cost)
+            count_trained_weights(cost, stage.lora)
             * OPTIMIZER_BYTES.get(stage.optimizer.kind_name, 2 * FP32_BYTES)
         )
         if stage.optimizer.ema_decay is not None:
-            bytes_by_purpose[f"{name}: average"] = _count_trained_per_role(stage, cost) * FP32_BYTES
+            bytes_by_purpose[f"{name}: average"] = (
+                count_trained_weights(cost, stage.lora) * FP32_BYTES
+            )
     if stage.checkpoint.background and stage.checkpoint.every:
         bytes_by_purpose[CHECKPOINT_COPY] = sum(bytes_by_purpose.values())
     return bytes_by_purpose
@@ -488,11 +491,6 @@ def _estimate_judge_bytes(config: RunConfig, process: ProcessMemory) -> dict[str
         for judge in config.judges
         if process.is_cpu or not judge.n_processes
     }
-
-
-def _count_trained_per_role(stage: StageConfig, cost: DecoderCost) -> int:
-    """Return the number of parameters that one role trains: all, or those of its adapter."""
-    return cost.parameters if stage.lora is None else cost.count_adapter_parameters(stage.lora)
 
 
 def _round_up_to_power_of_two(n: int) -> int:

@@ -20,6 +20,7 @@ from ratchet.commands.plan.command import (
     find_micro_batch_tokens,
     find_role_cost,
 )
+from ratchet.commands.plan.trained import count_frozen_weights
 from ratchet.config.lora import LoRAConfig
 from ratchet.config.schema import StageConfig
 from ratchet.learners.compute.forward import resolve_chunk_mib
@@ -32,7 +33,7 @@ from ratchet.learners.distributed.topology import (
     list_rank_stages,
 )
 from ratchet.models.flops import DecoderCost, StageParameters
-from ratchet.models.parallel.sharding import StageIndex
+from ratchet.models.parallel.sharding import ModelShard, ShardIndex, StageIndex
 
 # What the memory of a rank is for, in the order of a table.
 PURPOSES = (
@@ -119,7 +120,9 @@ def _estimate_state_bytes(
 ) -> dict[str, int]:
     """Return the bytes of weights, gradients and optimizer state of all roles."""
     parameters = {name: _count(role_cost, learner, stages) for name, role_cost in costs.items()}
-    trained = [parameters.get(name, parameters["policy"]) for name in algorithm.losses]
+    trained = [
+        _count_trained(costs.get(n, costs["policy"]), learner, stages) for n in algorithm.losses
+    ]
     bytes_by_purpose = {
         "weights": sum(_count_shard(count, learner) for count in parameters.values())
         * (BF16_BYTES if learner.weight_format == "bfloat16" else FP32_BYTES)
@@ -171,6 +174,17 @@ def _count(
         for part in stages
     )
     return sum(counts, StageParameters())
+
+
+def _count_trained(
+    cost: DecoderCost, learner: DistributedConfig, stages: Sequence[StageIndex]
+) -> StageParameters:
+    """Return the parameters of a rank's stages that updates change, before FSDP divides them."""
+    # The last rank has the largest part of a vocabulary that can't be divided evenly.
+    tensor = ShardIndex(learner.tensor_parallel - 1, learner.tensor_parallel)
+    experts = ShardIndex(0, learner.expert_parallel)
+    frozen = (count_frozen_weights(cost, ModelShard(tensor, part, experts)) for part in stages)
+    return _count(cost, learner, stages) - sum(frozen, StageParameters())
 
 
 def _count_adapter(

@@ -143,7 +143,9 @@ def _plan_ranks(
 def read_cost(config: RunConfig) -> DecoderCost:
     """Return the cost of the model that the run starts with; see `read_shape`."""
     uses_transformers = config.model.backend == "transformers"
-    return DecoderCost(read_shape(config), config.kernels == "compiled", uses_transformers)
+    return DecoderCost(
+        read_shape(config), config.kernels == "compiled", uses_transformers, config.model.freeze
+    )
 
 
 def plan_on_cluster(

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -226,16 +227,24 @@ class Forward:
             source.positions_T,
             micro.on_host.lengths_S.tolist(),
             self.routing(source, monitor),
+            *self.list_media(micro),
         ]
-        if any(micro.media_S):
-            if not self.model.reads_media:
-                raise ModelError(
-                    "the batch has images, audio or videos, but the model of a role only reads "
-                    "text. Choose a multimodal model."
-                )
-            inputs.append(micro.media_S)
         with self._autocast():
             return self.model(*inputs, output_mask_T=output_mask_T)
+
+    def list_media(self, micro: Batch) -> list[Any]:
+        """Return the argument of the model for the media of a micro-batch; [] without media.
+
+        Raises ModelError if the model reads no media.
+        """
+        if not any(micro.media_S):
+            return []
+        if not self.model.reads_media:
+            raise ModelError(
+                "the batch has images, audio or videos, but the model of a role only reads text. "
+                "Choose a multimodal model."
+            )
+        return [micro.media_S]
 
     def routing(self, micro: Batch, monitor: RouterMonitor | None = None) -> Routing | None:
         """Return the routing of a micro-batch; None if nothing is replayed or monitored."""

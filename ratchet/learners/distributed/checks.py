@@ -125,7 +125,8 @@ def _check_transformers(section: DTensorConfig, model: PolicyModel) -> None:
         make_plan(model, section.tensor_parallel)
         if section.sequence_parallel:
             # Raises ModelError for a model that can't pack sequences.
-            check_sequence_division(model)
+            first_layers = build_first_shard(section).pipeline.range(len(model.layers()))
+            check_sequence_division(model, len(first_layers))
     if section.context_parallel > 1:
         # Raises ModelError for an architecture whose tokens can't be divided.
         check_token_division(model)

@@ -173,7 +173,7 @@ class DTensorLearner(RankLearner):
             # A pipeline runs the stages outside of `Forward`, so each enters autocast itself.
             stage.autocast = autocast
         if mesh.pipeline is not None:
-            self.pipeline = Pipeline(mesh, model, device, self.forward.dtype, self.forward.routing)
+            self.pipeline = Pipeline(mesh, forward)
         self.optimizer: AdamW | None = None
         if optimizer is not None:
             self.optimizer = self._make_optimizer(optimizer)

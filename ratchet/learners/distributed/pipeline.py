@@ -20,14 +20,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from ratchet.batch import Batch
+from ratchet.learners.compute.forward import Forward
 from ratchet.learners.distributed.mesh import Mesh
-from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.lora.layers import seed_dropout
 from ratchet.models.parallel.stages import ModelStage, StageInputs
-from ratchet.models.policy import PolicyModel
 
-# micro-batch -> expert routing of its forward pass
-RoutingFunction = Callable[[Batch], Routing | None]
 # (index of the micro-batch, its hidden states [T, d]) -> the loss to differentiate
 Loss = Callable[[int, Tensor], Tensor]
 
@@ -57,26 +54,18 @@ class Pipeline:
     """The pipeline stages on this rank.
 
     Args:
-        device: Where the stages compute.
-        dtype: The type of the hidden states between stages.
-        routing: Returns the expert routing of a micro-batch.
+        forward: What this rank computes with. It has the model with the stages, the device, and the
+            type of the hidden states between stages.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        model: PolicyModel,
-        device: torch.device,
-        dtype: torch.dtype,
-        routing: RoutingFunction,
-    ) -> None:
+    def __init__(self, mesh: Mesh, forward: Forward) -> None:
         assert mesh.pipeline is not None, "a pipeline of one rank"
         self.group = mesh.pipeline
         self.mesh = mesh
-        self.model = model
-        self.device = device
-        self.dtype = dtype
-        self.routing = routing
+        self.forward = forward
+        self.model = forward.model
+        self.device = forward.device
+        self.dtype = forward.dtype
 
     @property
     def is_last(self) -> bool:
@@ -121,7 +110,11 @@ class Pipeline:
         """Return the packed inputs of the micro-batches."""
         return [
             self.model.pack_inputs(
-                micro.tokens_T, micro.positions_T, micro.lengths_S.tolist(), self.routing(micro)
+                micro.tokens_T,
+                micro.positions_T,
+                micro.lengths_S.tolist(),
+                self.forward.routing(micro),
+                *self.forward.list_media(micro),
             )
             for micro in micros
         ]

@@ -32,15 +32,6 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 # Scalings whose frequencies depend on the longest position, which differs between ranks.
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
-# The dimension of the tokens in each input that a language model gets from its multimodal model;
-# None: there is no such dimension.
-TOKEN_DIMS = {
-    "inputs_embeds": 1,
-    "position_ids": -1,
-    "visual_pos_masks": -1,
-    "deepstack_visual_embeds": None,
-}
-
 _numbers = itertools.count()
 
 
@@ -189,69 +180,6 @@ class DividedAttention:
         """Return the attention function that the model had before."""
         own_eager: Any = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
         return ALL_ATTENTION_FUNCTIONS.get_interface(self.own_name, own_eager)
-
-
-@contextmanager
-def divide_language_inputs(language: nn.Module, split: ContextSplit | None) -> Iterator[None]:
-    """Within the context, give a language model only the inputs of one rank's tokens.
-
-    Its multimodal model has inserted the embeddings of media into those of all tokens, and has the
-    positions of whole sequences.
-
-    Args:
-        language: The language model inside a multimodal model.
-        split: The tokens of the rank; None: all tokens.
-
-    Raises ModelError if the language model gets inputs that are unknown here, or none.
-    """
-    if split is None:
-        yield
-        return
-    is_divided = False
-    # A rank without tokens computes one that nothing reads.
-    has_tokens = len(split.tokens) > 0
-    local_t = torch.from_numpy(split.tokens) if has_tokens else torch.zeros(1, dtype=torch.int64)
-
-    def take_own(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        nonlocal is_divided
-        is_divided = True
-        unknown = [name for name, x in named.items() if _is_input(x) and name not in TOKEN_DIMS]
-        if args or unknown:
-            raise ModelError(
-                f"{type(language).__name__} gets {', '.join(unknown) or 'unnamed arguments'} of "
-                f"its multimodal model, which can't be divided over ranks: {REMEDY}"
-            )
-        return (), named | _take_own_inputs(named, local_t)
-
-    hook = language.register_forward_pre_hook(take_own, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
-    if not is_divided:
-        raise ModelError(
-            f"the inputs of {type(language).__name__} can't be divided over ranks: {REMEDY}"
-        )
-
-
-def _is_input(x: Any) -> bool:
-    """True if an argument may have entries for tokens."""
-    return isinstance(x, Tensor | dict | list | tuple)
-
-
-def _take_own_inputs(named: dict[str, Any], local_t: Tensor) -> dict[str, Any]:
-    """Return a language model's inputs of the tokens at `local_t`, by name."""
-    changed = dict[str, Any]()
-    for name, dim in TOKEN_DIMS.items():
-        if (x := named.get(name)) is not None and dim is not None:
-            changed[name] = x.index_select(dim, local_t.to(x.device))
-    if (features := named.get("deepstack_visual_embeds")) is not None:
-        # Features have a row for each token of an image or video, in the order of all tokens.
-        is_visual_T = named["visual_pos_masks"][0]
-        rows_t = (is_visual_T.cumsum(0) - 1)[local_t.to(is_visual_T.device)]
-        rows = rows_t[changed["visual_pos_masks"][0]]
-        changed["deepstack_visual_embeds"] = [x[rows.to(x.device)] for x in features]
-    return changed
 
 
 def _make_mask(begin: int, end: int, first: int, window: int | None, like: Tensor) -> Tensor:

@@ -16,14 +16,12 @@ from torch import Tensor, nn
 
 from ratchet.errors import ModelError
 from ratchet.models.parallel.collectives import Group, all_reduce_sum
-from ratchet.models.parallel.context_parallel import ContextSplit
 from ratchet.models.parallel.sharded_policy import DistributedShard
-from ratchet.models.parallel.sharding import ShardIndex, StageIndex
+from ratchet.models.parallel.sharding import StageIndex
 from ratchet.models.transformers.context_parallel import REMEDY as CONTEXT_REMEDY
 from ratchet.models.transformers.context_parallel import (
     DividedAttention,
     check_context,
-    divide_language_inputs,
 )
 from ratchet.models.transformers.expert_parallel import REMEDY as EXPERTS_REMEDY
 from ratchet.models.transformers.expert_parallel import (
@@ -32,6 +30,7 @@ from ratchet.models.transformers.expert_parallel import (
     divide_experts,
     find_stacked_experts,
 )
+from ratchet.models.transformers.language_inputs import divide_language_inputs
 from ratchet.models.transformers.pipeline_parallel import REMEDY as PIPELINE_REMEDY
 from ratchet.models.transformers.pipeline_parallel import TransformersStage, keep_stages
 from ratchet.models.transformers.policy import TransformersPolicy
@@ -89,14 +88,35 @@ def make_plan(policy: TransformersPolicy, ranks: int) -> TPPlan:
     return plan
 
 
-def check_sequence_division(policy: TransformersPolicy) -> None:
-    """Raise ModelError if ranks can't divide hidden states between the blocks of a model."""
-    if policy.reads_media or not policy.packs:
-        reason = "reads media" if policy.reads_media else "can't pack sequences"
+def check_sequence_division(policy: TransformersPolicy, n_first_layers: int) -> None:
+    """Raise ModelError if ranks can't divide hidden states between the blocks of a model.
+
+    n_first_layers: number of layers of the first pipeline stage.
+    """
+    name, n_feature_layers = type(policy.model).__name__, policy.n_feature_layers
+    if (reason := _explain_no_packing(policy)) is not None:
         raise ModelError(
-            f"{type(policy.model).__name__} {reason}, which learner.sequence_parallel does not "
-            f"support where transformers runs the model: {SEQUENCE_REMEDY}"
+            f"{name} {reason}, which learner.sequence_parallel does not support where transformers "
+            f"runs the model: {SEQUENCE_REMEDY}"
         )
+    if n_feature_layers and n_first_layers <= n_feature_layers:
+        # After the last layer of a stage hidden states are whole.
+        raise ModelError(
+            f"{name} adds features of images after its first {n_feature_layers} layers. With "
+            "learner.sequence_parallel the first pipeline stage needs more layers than these, but "
+            f"it has {n_first_layers}: set learner.stage_layers with {n_feature_layers + 1} or "
+            f"more for that stage, or {SEQUENCE_REMEDY}"
+        )
+
+
+def _explain_no_packing(policy: TransformersPolicy) -> str | None:
+    """Return why sequences with media can't share a forward; None if they can."""
+    if policy.reads_media and not policy.probe_images:
+        return "reads other media than images"
+    if policy.packs:
+        return None
+    # Encoders may mix the media of different sequences.
+    return f"can't pack sequences{' with images' if policy.reads_media else ''}"
 
 
 def divide_by_plan(
@@ -119,8 +139,9 @@ def divide_by_plan(
     tokens, plan_name = None, f"the plan of {type(policy.model).__name__} for tensor parallelism"
     remedy = REMEDY
     if sequence:
-        check_sequence_division(policy)
         stages = [stage.layers() for stage in policy.local_stages] or [policy.layers()]
+        is_first = not policy.local_stages or policy.local_stages[0].index.index == 0
+        check_sequence_division(policy, len(stages[0]) if is_first else len(policy.layers()))
         tokens, remedy = TokenShards(group, plan, stages), SEQUENCE_REMEDY
         plan_name = f"{plan_name}, with learner.sequence_parallel,"
     division = divide_model(policy.model, plan, group, tokens)
@@ -133,7 +154,7 @@ def divide_by_plan(
     try:
         with experts.replay_routes():
             shard_probe = _probe(policy, inputs)
-    except (AttributeError, TypeError, RuntimeError) as error:
+    except (AttributeError, IndexError, TypeError, RuntimeError) as error:
         raise ModelError(f"{plan_name} can't be followed ({error}): {remedy}") from None
     for name, computed in shard_probe.items():
         expected = whole_probe[name].to(computed)
@@ -164,6 +185,7 @@ def divide_by_layers(policy: TransformersPolicy, indices: Sequence[StageIndex]) 
     )
     own = [stages[index.index] for index in indices]
     keep_stages(policy, own)
+    policy.frozen_parameters &= {name for name, _ in policy.named_parameters()}
     policy.stages = nn.ModuleList(own)
 
 
@@ -171,12 +193,20 @@ def _cut_layers(policy: TransformersPolicy, stage: StageIndex) -> list[Transform
     """Return all stages of a pipeline with `stage`, which together compute what the model does."""
     stage.check(len(policy.layers()))
     name = type(policy.model).__name__
-    if policy.reads_media or not policy.packs:
-        reason = "reads media" if policy.reads_media else "can't pack sequences"
+    if (reason := _explain_no_packing(policy)) is not None:
         raise ModelError(
             f"{name} {reason}, so its layers can't be divided over ranks: {PIPELINE_REMEDY}"
         )
+    n_first = len(replace(stage, index=0).range(len(policy.layers())))
+    if n_first < policy.n_feature_layers:
+        raise ModelError(
+            f"{name} adds features of images after its first {policy.n_feature_layers} layers, "
+            f"which must be in the first pipeline stage, but that has {n_first}: set "
+            f"learner.stage_layers with {policy.n_feature_layers} or more for that stage"
+        )
     inputs = make_probe(policy, PROBE_LENGTHS)
+    # Micro-batches of a pipeline are padded, but not those of a probe.
+    _check_language_inputs(policy, inputs)
     whole_probe = _probe(policy, inputs)
     stages = [TransformersStage(policy, replace(stage, index=i)) for i in range(stage.count)]
     users = Counter(parameter for stage in stages for parameter in stage.parameters())
@@ -204,21 +234,22 @@ def _cut_layers(policy: TransformersPolicy, stage: StageIndex) -> list[Transform
 def check_token_division(policy: TransformersPolicy) -> None:
     """Raise ModelError if the tokens of a sequence can't be divided over ranks."""
     reason = None if policy.takes_positions else "takes no positions of tokens"
-    if policy.reads_media and not policy.probe_images:
-        reason = "reads other media than images"
-    elif policy.reads_media and not policy.packs:
-        # Encoders may mix the media of different sequences.
-        reason = "can't pack sequences with images"
+    if policy.reads_media:
+        reason = _explain_no_packing(policy)
     if reason is not None:
         raise ModelError(
             f"{type(policy.model).__name__} {reason}, so its tokens can't be divided over ranks: "
             f"{CONTEXT_REMEDY}"
         )
     check_context(policy.model, policy.text_config)
+    _check_language_inputs(policy, make_probe(policy, PROBE_LENGTHS))
+
+
+def _check_language_inputs(policy: TransformersPolicy, inputs: ProbeInputs) -> None:
+    """Raise ModelError if a multimodal model gives its language model what can't be divided."""
     if policy.reads_media:
-        inputs = make_probe(policy, PROBE_LENGTHS)
-        split = ContextSplit.from_lengths(inputs.lengths, ShardIndex())
-        with torch.no_grad(), divide_language_inputs(policy.language, split):
+        index = torch.arange(len(inputs.tokens_T), device=policy.model.device)
+        with torch.no_grad(), divide_language_inputs(policy.language, index):
             inputs.run(policy)
 
 

@@ -5,7 +5,6 @@ n = tokens, d = hidden size, V = vocabulary.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ratchet.errors import ModelError
+from ratchet.models.transformers.modules import replace_submodule
 
 
 def find_head_name(model: Any) -> str:
@@ -31,7 +31,7 @@ def run_head(model: nn.Module, backbone_path: str, hidden_nd: Tensor) -> Tensor:
         model: The causal language model.
         backbone_path: Dotted path of the backbone, whose output the head reads.
     """
-    head = _replace_backbone(model, backbone_path, _FixedBackbone(hidden_nd[None]))
+    head = replace_submodule(model, backbone_path, _FixedBackbone(hidden_nd[None]))
     weights = {name: weight.to(hidden_nd.dtype) for name, weight in head.named_parameters()}
     tokens = torch.zeros(1, hidden_nd.shape[0], dtype=torch.int64, device=hidden_nd.device)
     inputs = {"input_ids": tokens, "use_cache": False}
@@ -60,13 +60,3 @@ class _BackboneOutput:
 
     def __getattr__(self, name: str) -> None:
         return None
-
-
-def _replace_backbone(model: nn.Module, path: str, backbone: nn.Module) -> nn.Module:
-    """Return a shallow copy of `model` with another module at `path`; parameters are shared."""
-    name, _, child_path = path.partition(".")
-    clone = copy.copy(model)
-    child = model.get_submodule(name)
-    new_child = _replace_backbone(child, child_path, backbone) if child_path else backbone
-    clone.__dict__["_modules"] = {**model._modules, name: new_child}
-    return clone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -151,3 +152,14 @@ def _list_numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]
                 pending.append(value)
             elif isinstance(value, int | float) and not isinstance(value, bool):
                 yield key, value
+
+
+def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a copy in which every dropout rate is 0, also in nested configurations."""
+    config = copy.deepcopy(config)
+    nested = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+    for part in (config, *nested):
+        for key, value in vars(part).items():
+            if isinstance(value, float) and ("drop" in key):
+                setattr(part, key, 0.0)
+    return config

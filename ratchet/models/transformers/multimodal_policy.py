@@ -23,18 +23,19 @@ from ratchet.errors import ModelError
 from ratchet.models.flops import TokenCost
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.media import EncodedMedia, join_media_inputs, make_probe_images
-from ratchet.models.transformers.context_parallel import divide_language_inputs
+from ratchet.models.transformers.backbone_inputs import BackboneInputs, MediaInputs
+from ratchet.models.transformers.language_inputs import divide_language_inputs
 from ratchet.models.transformers.loading import (
     load_config,
     refuse_missing_weights,
     translate_errors,
-)
-from ratchet.models.transformers.policy import (
-    TransformersPolicy,
-    find_largest_module_list,
     without_dropout,
 )
+from ratchet.models.transformers.media_positions import compute_rope_positions
+from ratchet.models.transformers.modules import find_largest_module_list
+from ratchet.models.transformers.policy import TransformersPolicy
 from ratchet.models.transformers.probe import is_close, make_image_rows
+from ratchet.models.transformers_settings import read_setting
 from ratchet.models.weights.hf_weights import SavableTensor
 from ratchet.types import MediaKind, Medium, PlacedMedium
 from ratchet.utils.atomic_files import atomic_path
@@ -154,6 +155,16 @@ class MultimodalPolicy(TransformersPolicy):
         """The language model inside the backbone, which has no head."""
         return self.model.get_decoder()
 
+    @cached_property
+    def language_path(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        language = self.language
+        return next(path for path, module in self.backbone.named_modules() if module is language)
+
+    @property
+    def n_feature_layers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        vision = read_setting(self.model.config, "vision_config")
+        return len((vision and read_setting(vision, "deepstack_visual_indexes")) or ())
+
     def layers(self) -> list[nn.Module]:
         return find_largest_module_list(self.language)
 
@@ -161,10 +172,12 @@ class MultimodalPolicy(TransformersPolicy):
 
     def tower_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return (name, parameter) of all parameters outside the language model and its head."""
-        language_ids = {id(p) for p in self.language.parameters()} | {
-            id(self.model.get_parameter(self.head_name))
-        }
-        return [(name, p) for name, p in self.model.named_parameters() if id(p) not in language_ids]
+        language_ids = {id(p) for p in self.language.parameters()}
+        return [
+            (name, p)
+            for name, p in self.model.named_parameters()
+            if id(p) not in language_ids and name != self.head_name
+        ]
 
     def merge(self) -> None:
         super().merge()
@@ -192,49 +205,77 @@ class MultimodalPolicy(TransformersPolicy):
         )
         media = media or [()] * len(lengths)
         if self.packs:
-            return self._add_zero_gradients(self._forward(tokens_T, positions_T, lengths, media))
+            packed = self.pack_inputs(tokens_T, positions_T, lengths, media=media)
+            return self.add_zero_gradients(self._run_packed(packed))
         n_unread = self.count_unread_rows(len(lengths))
         rows = zip(
             tokens_T.split(list(lengths)), positions_T.split(list(lengths)), media, strict=True
         )
         hidden_by_row = [
-            self._forward(tokens, positions, [len(tokens)], [sequence_media])
+            self.run_backbone(
+                self.pack_inputs(tokens, positions, [len(tokens)], media=[sequence_media])
+            )
             for tokens, positions, sequence_media in rows
         ]
         hidden_by_row += self.run_unread_rows(n_unread)
-        return self._add_zero_gradients(torch.cat(hidden_by_row))
+        return self.add_zero_gradients(torch.cat(hidden_by_row))
 
-    def _run(self, tokens_T: Tensor, positions_T: Tensor, **options: Any) -> Tensor:
+    def _run(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         """Return the hidden states of a text without media."""
-        return self._forward(tokens_T, positions_T, [len(tokens_T)], [()])
+        return self.run_backbone(self.pack_inputs(tokens_T, positions_T, [len(tokens_T)]))
 
-    def _forward(
-        self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], media: Media
-    ) -> Tensor:
-        """Return the hidden states of packed sequences with their media, [T, d].
+    def pack_inputs(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        routing: Routing | None = None,
+        media: Media = (),
+    ) -> MediaInputs:
+        """Return the backbone's inputs for packed sequences; arguments as in `hidden`.
 
-        With context parallelism each rank embeds all tokens and media, and its language model then
-        gets the tokens of this rank.
+        Positions are those of whole sequences. A context-parallel rank gets those of its tokens.
         """
+        media = media or [()] * len(lengths)
         types_T = torch.zeros_like(tokens_T)
         for placed, end, length in zip(media, accumulate(lengths), lengths, strict=True):
             self._mark_media(types_T[end - length : end], tokens_T[end - length : end], placed)
-        options: dict[str, Any] = {"attention_mask": None, "use_cache": False}
-        all_media = [placed.medium for row in media for placed in row]
-        options |= self._make_inputs(all_media, types_T[None])
-        if self.takes_positions:
-            options["position_ids"] = self._compute_position_ids(
-                tokens_T, positions_T, types_T, lengths, media
-            )
+        positions_RT = self._compute_position_ids(tokens_T, positions_T, types_T, lengths, media)
         split = self.split_context(lengths)
-        if self.divided_attention is not None:
-            self.divided_attention.split = split
+        index = None if split is None else torch.from_numpy(split.tokens).to(tokens_T.device)
+        return MediaInputs(
+            tokens_U=tokens_T if index is None else tokens_T[index],
+            positions_U=positions_RT if index is None else positions_RT[..., index],
+            split=split,
+            tokens_T=tokens_T,
+            types_T=types_T,
+            media=tuple(placed.medium for row in media for placed in row),
+            index_U=index,
+        )
+
+    def run_backbone(
+        self,
+        packed: BackboneInputs,
+        states_Ud: Tensor | None = None,
+        backbone: nn.Module | None = None,
+    ) -> Tensor:
+        """Return the hidden states [U, d], see `TransformersPolicy.run_backbone`.
+
+        All tokens and media are embedded. The language model then gets the tokens to compute.
+        """
+        if states_Ud is not None:
+            return super().run_backbone(packed, states_Ud, backbone)
+        assert isinstance(packed, MediaInputs), "`pack_inputs` returns such inputs"
+        backbone = self.backbone if backbone is None else backbone
+        language = backbone.get_submodule(self.language_path)
+        tokens = None if self.tp_division is None else self.tp_division.tokens
+        types_1T = packed.types_T[None]
+        options = self._make_options(packed) | self._make_inputs(packed.media, types_1T)
         with (
-            self._hide_stray_placeholders(tokens_T[None], types_T[None]) as visible_1T,
-            divide_language_inputs(self.language, split),
+            self._hide_stray_placeholders(packed.tokens_T[None], types_1T) as visible_1T,
+            divide_language_inputs(language, packed.index_U, tokens),
         ):
-            hidden_Td = self.backbone(input_ids=visible_1T, **options)[0][0]
-        return hidden_Td if split is None else hidden_Td[: len(split.tokens)]
+            return backbone(input_ids=visible_1T, **options)[0][0]
 
     def _make_inputs(self, media: Sequence[Medium], types_NL: Tensor) -> dict[str, Any]:
         """Return the backbone's arguments for the media, which are in the order of the rows."""
@@ -273,10 +314,11 @@ class MultimodalPolicy(TransformersPolicy):
             mask_NL[i, row_start:] = 1
             self._mark_media(types_NL[i, row_start:], row_tokens, placed)
             text_positions = torch.arange(len(row), device=device)
+            types = types_NL[i, row_start:]
             positions = self._compute_position_ids(
-                row_tokens, text_positions, types_NL[i, row_start:], [len(row)], [placed]
+                row_tokens, text_positions, types, [len(row)], [placed]
             )
-            positions = positions[-3:, 0] if positions.dim() == 3 else positions
+            positions = positions[-3:] if positions.dim() == 2 else positions[None]
             row_positions.append(nn.functional.pad(positions, (row_start, 0)))
         options = self._make_inputs([placed.medium for row in media for placed in row], types_NL)
         positions_RNL = torch.stack(row_positions, 1)
@@ -337,49 +379,23 @@ class MultimodalPolicy(TransformersPolicy):
                 types_T = types_T.masked_fill(tokens_T == token, number)
         return types_T
 
-    def _compute_position_ids(
-        self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        types_T: Tensor,
-        lengths: Sequence[int],
-        media: Media,
-    ) -> Tensor:
-        """Return the position ids, [1, T], or under M-RoPE [4, 1, T].
-
-        The M-RoPE rows are text, time, height and width; without packing the first is left out.
-        """
+    def _compute_position_ids(self, tokens_T: Tensor, positions_T: Tensor, *inputs: Any) -> Tensor:
+        """Return the position ids of sequences; arguments as in `compute_rope_positions`."""
         if self.axes == 1:
-            return positions_T[None]
-        get_rope_index: Any = self.backbone.get_rope_index
-        rows_4T = positions_T.expand(4, -1).clone()
-        if any(media):
-            # `get_rope_index` reads elements one by one; on an accelerator each read synchronizes.
-            tokens_T, types_T = tokens_T.cpu(), types_T.cpu()
-        parameters = inspect.signature(get_rope_index).parameters
-        for placed, end, length in zip(media, accumulate(lengths), lengths, strict=True):
-            if placed:
-                row_slice = slice(end - length, end)
-                grids = {
-                    name: x
-                    for name, x in join_media_inputs([item.medium for item in placed]).items()
-                    if name in parameters
-                }
-                row_positions, _ = get_rope_index(
-                    tokens_T[row_slice][None], mm_token_type_ids=types_T[row_slice][None], **grids
-                )
-                rows_4T[1:, row_slice] = row_positions[:, 0].to(rows_4T)
-        return (rows_4T if self.packs else rows_4T[1:])[:, None]
+            return positions_T
+        return compute_rope_positions(
+            self.backbone, tokens_T, positions_T, *inputs, packs=self.packs
+        )
 
-    def _add_zero_gradients(self, hidden_Td: Tensor) -> Tensor:
+    def add_zero_gradients(self, hidden_Ud: Tensor) -> Tensor:
         """Return the hidden states unchanged, connected to every trained encoder weight.
 
         A weight not used in this forward gets a zero gradient instead of None. Otherwise ranks
         would reduce different sets of gradients, and the optimizer would skip such weights.
         """
         if not torch.is_grad_enabled() or self.adapter is not None or not self.train_encoders:
-            return hidden_Td
-        return hidden_Td + sum(p.sum() * 0 for _, p in self.tower_parameters() if p.requires_grad)
+            return hidden_Ud
+        return hidden_Ud + sum(p.sum() * 0 for _, p in self.tower_parameters() if p.requires_grad)
 
     def _encode_media(self, media: Sequence[Medium]) -> dict[MediaKind, EncodedMedia]:
         """Return the encoder outputs by kind, except for kinds that the backbone encodes itself."""

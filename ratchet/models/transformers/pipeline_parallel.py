@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from ratchet.models.parallel.sharding import ShardIndex
 from ratchet.models.parallel.stages import ModelStage
 from ratchet.models.transformers.backbone_inputs import BackboneInputs
+from ratchet.models.transformers.modules import replace_submodule
 
 if TYPE_CHECKING:
     from ratchet.models.transformers.policy import TransformersPolicy
@@ -52,9 +54,9 @@ class _After(Elsewhere):
 class TransformersStage(ModelStage):
     """Consecutive layers of a model of transformers. It shares modules with the model.
 
-    The first stage has the embedding. The last one has the other modules with weights outside the
-    layers, such as the final norm, and the head. If head and embedding are tied, both stages have
-    both.
+    The first stage has the embedding, and the encoders of media. The last one has the other modules
+    with weights outside the layers, such as the final norm, and the head. If head and embedding are
+    tied, both stages have both.
     """
 
     def __init__(self, policy: TransformersPolicy, index: ShardIndex) -> None:
@@ -75,7 +77,8 @@ class TransformersStage(ModelStage):
             layer if i in own else self._before if i < own.start else self._after
             for i, layer in enumerate(layers)
         ]
-        children = dict(policy.backbone.named_children())
+        language = policy.backbone.get_submodule(policy.language_path)
+        children = dict(language.named_children())
         for name, module in children.items():
             if isinstance(module, nn.ModuleList) and list(module) == layers:
                 children[name] = nn.ModuleList(all_layers)
@@ -83,8 +86,13 @@ class TransformersStage(ModelStage):
                 children[name] = module if is_first or has_both else Elsewhere()
             elif not is_last and any(True for _ in module.parameters()):
                 children[name] = Elsewhere()
-        self.backbone = copy.copy(policy.backbone)
-        self.backbone.__dict__["_modules"] = children
+        own_language = copy.copy(language)
+        own_language.__dict__["_modules"] = children
+        self.backbone = (
+            replace_submodule(policy.backbone, policy.language_path, own_language)
+            if is_first
+            else own_language
+        )
         # FSDP shards the head with the stage. `TransformersPolicy.logits` runs it.
         self.head = head if is_last or has_both else None
 
@@ -96,30 +104,32 @@ class TransformersStage(ModelStage):
         return () if division is None else [m for m in division.modules if m in modules]
 
     def run(self, packed: BackboneInputs, x: Tensor | None) -> Tensor:
-        options = self.policy.prepare_attention(packed)
-        inputs = {"input_ids": packed.tokens_U} if x is None else {"inputs_embeds": x}
-        inputs["position_ids"] = packed.positions_U
-        rows = {name: tensor[None] for name, tensor in inputs.items()}
         # What the backbone computes before this stage's layers is replaced, and what it computes
         # after them is not read.
-        self._before.states = rows.get("inputs_embeds")
-        output = self.backbone(**rows, attention_mask=None, use_cache=False, **options)[0]
+        self._before.states = None if x is None else x[None]
+        output = self.policy.run_backbone(packed, x, self.backbone)
         if self._after.states is not None:
-            output = self._after.states
+            output = self._after.states[0]
         # Kept states would keep their graph.
         self._before.states = self._after.states = None
-        return output[0].clone()  # FSDP warns of views
+        output = output.clone()  # FSDP warns of views
+        return self.policy.add_zero_gradients(output) if x is None else output
 
 
 def keep_stages(policy: TransformersPolicy, stages: Sequence[TransformersStage]) -> None:
     """Replace the modules of a model that no stage has by stand-ins."""
     kept = {module for stage in stages for module in stage.modules()}
-    layers = policy.layers()
-    for name, module in list(policy.backbone.named_children()):
-        if isinstance(module, nn.ModuleList) and list(module) == layers:
-            kept_layers = [layer if layer in kept else Elsewhere() for layer in layers]
-            setattr(policy.backbone, name, nn.ModuleList(kept_layers))
-        elif module not in kept:
-            setattr(policy.backbone, name, Elsewhere())
+    _replace_others(policy.backbone, kept)
     if policy.model.get_output_embeddings() not in kept:
         policy.model.set_output_embeddings(Elsewhere())
+
+
+def _replace_others(module: nn.Module, kept: AbstractSet[nn.Module]) -> None:
+    """Replace the modules inside a module that neither are kept nor contain kept ones."""
+    for name, child in list(module.named_children()):
+        if child in kept:
+            continue
+        if kept.isdisjoint(child.modules()):
+            setattr(module, name, Elsewhere())
+        else:
+            _replace_others(child, kept)

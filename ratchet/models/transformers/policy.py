@@ -7,7 +7,6 @@ T = tokens of packed sequences, n = any selection of these tokens, d = hidden si
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -45,9 +44,11 @@ from ratchet.models.transformers.loading import (
     load_config,
     refuse_missing_weights,
     translate_errors,
+    without_dropout,
 )
+from ratchet.models.transformers.modules import find_largest_module_list
 from ratchet.models.transformers.packed_attention import set_packed_attention
-from ratchet.models.transformers.probe import PROBE_LENGTHS, is_close
+from ratchet.models.transformers.probe import PROBE_LENGTHS, is_close, make_probe_states
 from ratchet.models.transformers_settings import read_max_positions
 from ratchet.models.weights.hf_weights import SavableTensor, remove_stale_weights
 from ratchet.types import Medium
@@ -70,6 +71,10 @@ class TransformersPolicy(PolicyModel):
     may_pack_by_lengths: ClassVar[bool] = True
     packs_by_lengths = False  # True if it does; a probe has found it equal
     probe_images: Sequence[Medium] = ()  # two images for probes, if the model reads images
+    # Path of the language model inside the backbone; "": the backbone is the language model.
+    language_path = ""
+    # Number of the first layers after which features of images are added to the hidden states.
+    n_feature_layers = 0
 
     def __init__(
         self, model: PreTrainedModel, *, saved_config: PreTrainedConfig | None = None
@@ -223,7 +228,7 @@ class TransformersPolicy(PolicyModel):
             f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
         )
         if self.packs or self.divided_attention is not None:
-            return self._run_packed(tokens_T, positions_T, lengths)
+            return self._run_packed(self.pack_inputs(tokens_T, positions_T, lengths))
         rows = zip(tokens_T.split(list(lengths)), positions_T.split(list(lengths)), strict=True)
         n_unread = self.count_unread_rows(len(lengths))
         hidden_by_row = [self._run(tokens, positions) for tokens, positions in rows]
@@ -245,20 +250,18 @@ class TransformersPolicy(PolicyModel):
         token = torch.zeros(1, dtype=torch.int64, device=self.model.device)
         return [self._run(token, token)[:0] for _ in range(n)]
 
-    def _run_packed(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
+    def _run_packed(self, packed: BackboneInputs) -> Tensor:
         """Return the hidden states of packed sequences, from one forward."""
-        packed = self.pack_inputs(tokens_T, positions_T, lengths)
         n_tokens = len(packed.tokens_U)
         # A context-parallel rank without tokens computes one that nothing reads.
         padded = packed.pad(max(1, n_tokens))
         hidden = None
         for stage in self.local_stages:
             if hidden is None and stage.index.index:  # only a probe runs such a stage here
-                hidden = self._make_probe_states(padded.tokens_U)
+                hidden = make_probe_states(self, padded.tokens_U)
             hidden = stage(hidden, packed=padded)
         if hidden is None:
-            options = self.prepare_attention(padded)
-            hidden = self._run(padded.tokens_U, padded.positions_U, **options)
+            hidden = self.run_backbone(padded)
         return packed.unfold(hidden[:n_tokens])
 
     def pack_inputs(
@@ -278,22 +281,50 @@ class TransformersPolicy(PolicyModel):
             tokens_T, positions_T, lengths, uses_varlen=self.uses_varlen
         )
 
-    def prepare_attention(self, packed: BackboneInputs) -> dict[str, Any]:
-        """Return the backbone's arguments for the attention of packed inputs.
+    def run_backbone(
+        self,
+        packed: BackboneInputs,
+        states_Ud: Tensor | None = None,
+        backbone: nn.Module | None = None,
+    ) -> Tensor:
+        """Return the hidden states [U, d].
+
+        Args:
+            packed: Packed sequences.
+            states_Ud: Hidden states in place of the embeddings; None: embed the tokens.
+            backbone: The part of the backbone to run; None: all of it.
+        """
+        inputs = (
+            {"input_ids": packed.tokens_U[None]}
+            if states_Ud is None
+            else {"inputs_embeds": states_Ud[None]}
+        )
+        options = self._make_options(packed)
+        return (self.backbone if backbone is None else backbone)(**inputs, **options)[0][0]
+
+    def _make_options(self, packed: BackboneInputs) -> dict[str, Any]:
+        """Return the backbone's arguments for the positions and attention of packed inputs.
 
         The attention of divided tokens gets their division without an argument.
         """
         if self.divided_attention is not None:
             self.divided_attention.split = packed.split
-        return {} if packed.attend is None else {packed_attention.ARGUMENT: packed.attend}
-
-    def _run(self, tokens_T: Tensor, positions_T: Tensor, **options: Any) -> Tensor:
         # With a cache or a mask of ones, transformers would let packed sequences attend to each
         # other, without an error.
-        options |= {"attention_mask": None, "use_cache": False}
+        options: dict[str, Any] = {"attention_mask": None, "use_cache": False}
+        if packed.attend is not None:
+            options[packed_attention.ARGUMENT] = packed.attend
         if self.takes_positions:
-            options["position_ids"] = positions_T[None]
-        return self.backbone(input_ids=tokens_T[None], **options)[0][0]
+            options["position_ids"] = packed.positions_U.unsqueeze(-2)
+        return options
+
+    def _run(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Return the hidden states of one sequence [T, d]."""
+        return self.run_backbone(BackboneInputs(tokens_T, positions_T))
+
+    def add_zero_gradients(self, hidden_Ud: Tensor) -> Tensor:
+        """Return the hidden states, connected to the trained weights that a batch may not use."""
+        return hidden_Ud
 
     def logits(self, hidden_nd: Tensor) -> Tensor:
         dtype = torch.promote_types(self.model.dtype, torch.float32)
@@ -337,7 +368,7 @@ class TransformersPolicy(PolicyModel):
         with torch.no_grad():
             try:
                 packed, perturbed = (
-                    self._run_packed(torch.cat(tokens), positions, PROBE_LENGTHS)
+                    self._run_packed(self.pack_inputs(torch.cat(tokens), positions, PROBE_LENGTHS))
                     for tokens in (rows, changed_rows)
                 )
             except (NotImplementedError, TypeError):  # it can't attend by lengths
@@ -354,11 +385,6 @@ class TransformersPolicy(PolicyModel):
     def make_probe_tokens(self, n: int) -> Tensor:
         """Return n different tokens [n], for a test of what the model computes."""
         return (torch.arange(n, device=self.model.device) * 7919 + n) % self.vocab_size
-
-    def _make_probe_states(self, tokens_T: Tensor) -> Tensor:
-        """Return hidden states [T, d] in the place of those of an earlier stage, for a probe."""
-        dimensions = torch.arange(self.hidden_size, device=tokens_T.device)
-        return (tokens_T[:, None] + dimensions * (tokens_T[:, None] + 1)).to(self.model.dtype).sin()
 
     # --- weights
 
@@ -472,26 +498,3 @@ class TransformersPolicy(PolicyModel):
             for path in files:
                 path.replace(directory / path.name)
         remove_stale_weights(directory, {path.name for path in files})
-
-
-def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a copy in which every dropout rate is 0, also in nested configurations."""
-    config = copy.deepcopy(config)
-    nested = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
-    for part in (config, *nested):
-        for key, value in vars(part).items():
-            if isinstance(value, float) and ("drop" in key):
-                setattr(part, key, 0.0)
-    return config
-
-
-def find_largest_module_list(module: nn.Module) -> list[nn.Module]:
-    """Return the modules of the `ModuleList` with the most parameters; [] if there is none."""
-    module_lists = [
-        inner for inner in module.modules() if isinstance(inner, nn.ModuleList) and len(inner)
-    ]
-    return (
-        list(max(module_lists, key=lambda modules: sum(p.numel() for p in modules.parameters())))
-        if module_lists
-        else []
-    )

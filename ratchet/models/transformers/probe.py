@@ -80,6 +80,13 @@ def make_image_rows(
     return rows, media
 
 
+def make_probe_states(policy: TransformersPolicy, tokens_T: Tensor) -> Tensor:
+    """Return hidden states [T, d] in the place of those of an earlier pipeline stage."""
+    dimensions = torch.arange(policy.hidden_size, device=tokens_T.device)
+    states_Td = tokens_T[:, None] + dimensions * (tokens_T[:, None] + 1)
+    return states_Td.to(policy.model.dtype).sin()
+
+
 def is_close(a: Tensor, b: Tensor, dtype: torch.dtype, factor: float = 1) -> bool:
     """True if `a` equals `b` up to `factor` times the rounding errors of a model in `dtype`.
 

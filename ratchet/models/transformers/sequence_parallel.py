@@ -87,7 +87,7 @@ class TokenShards:
             if _takes_mask(module) and blocks.isdisjoint(module.modules())
         ]
         for attention in whole_attentions:
-            attention.register_forward_hook(change_output(self._drop_others))
+            attention.register_forward_hook(change_output(self.drop_others))
         for module in (*blocks, *whole_attentions):
             module.register_forward_pre_hook(enter, with_kwargs=True)
         for layers in self._stages:
@@ -120,7 +120,7 @@ class TokenShards:
         self._tokens = x_1Td.shape[-2]
         return take_own_columns(self._pad(x_1Td).transpose(-2, -1), self.group).transpose(-2, -1)
 
-    def _drop_others(self, x_1Td: Tensor) -> Tensor:
+    def drop_others(self, x_1Td: Tensor) -> Tensor:
         """Return this rank's tokens. The backward gives the other tokens no gradient."""
         return self._pad(x_1Td).tensor_split(self.group.size(), dim=-2)[self.group.rank()]
 

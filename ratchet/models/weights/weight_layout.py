@@ -8,8 +8,9 @@ per dimension. Only blocks are saved, sent and loaded, so no rank ever holds a w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 from torch import Tensor
 
@@ -106,6 +107,13 @@ def cut_blocks(
             if (columns := local_piece.columns) is not None:
                 block = block[:, columns.start : columns.stop]
             yield Shard(local_piece.name, local_piece.shape, local_piece.offsets, block)
+
+
+def is_selected(name: str, patterns: Sequence[str]) -> bool:
+    """True if patterns of `PolicyModel.freeze` select a weight, by its canonical name."""
+    return any(
+        fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns
+    )
 
 
 def is_tensor_parallel(name: str) -> bool:

@@ -103,6 +103,28 @@ def test_states_of_optimizers_and_accelerators(tmp_path: Path) -> None:
     assert sizes["gathered weights"] == 2 * (stage.matrices - embedding) + 4 * embedding
 
 
+def test_frozen_weights_have_no_gradients_and_no_moments(tmp_path: Path) -> None:
+    """All that the first rank has, and of the last one its copy of the tied embedding."""
+    model = TINY.replace("}}", "}, freeze: [model.embed_tokens, model.layers.0, model.layers.1]}")
+    keys = ("learner.kind=dtensor", "learner.pipeline_parallel=2", "learner.dp_shard=2")
+    whole_ranks, cost, _ = plan_ranks(tmp_path, *keys)
+    ranks, frozen_cost, _ = plan_ranks(tmp_path, *keys, model=model)
+    embedding, last = cost.shape.vocab_size * 32, whole_ranks[1].bytes_by_purpose
+    (first, rest) = (rank.bytes_by_purpose for rank in ranks)
+    assert (first["gradients"], first["optimizer"]) == (0, 0)
+    assert rest["gradients"] == last["gradients"] - 4 * embedding
+    assert rest["optimizer"] == last["optimizer"] - 8 * embedding // 2
+    assert (rest["weights"], first["weights"]) == (
+        last["weights"],
+        whole_ranks[0].bytes_by_purpose["weights"],
+    )
+    config = freeze(load_config(tmp_path / "recipe.yaml"))
+    stage = cost.count_stage_parameters(range(2), is_first=True, is_last=False)
+    memory = plan_stage(config, 0, frozen_cost, CPU).memory
+    assert memory.phases["update"]["gradients"] == 4 * (cost.parameters - stage.total)
+    assert memory.resident["policy: optimizer"] == 8 * (cost.parameters - stage.total)
+
+
 def test_divisions_that_the_learner_refuses_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="6 pipeline stages are more than 5 layers"):
         plan_ranks(tmp_path, "learner.kind=dtensor", "learner.pipeline_parallel=6")
@@ -128,11 +150,12 @@ SHAPES = {
         dense_layers=(1,),
     ),
 }
+FROZEN = ("model.embed_tokens", "model.layers.0", "*.o_proj", "*.input_layernorm.weight")
 CASES = [
-    ("biased", "tensor_parallel=2 pipeline_parallel=2 stage_layers=[1,4]"),
-    ("tied", "dp_shard=2 pipeline_parallel=2 pipeline_chunks=2 stage_layers=[2,1,1,1]"),
-    ("experts", "dp_shard=2 pipeline_parallel=2 expert_parallel=2"),
-    ("experts", "tensor_parallel=2 pipeline_parallel=2 stage_layers=[2,3]"),
+    ("biased", "tensor_parallel=2 pipeline_parallel=2 stage_layers=[1,4]", FROZEN),
+    ("tied", "dp_shard=2 pipeline_parallel=2 pipeline_chunks=2 stage_layers=[2,1,1,1]", FROZEN),
+    ("experts", "dp_shard=2 pipeline_parallel=2 expert_parallel=2", FROZEN),
+    ("experts", "tensor_parallel=2 pipeline_parallel=2 stage_layers=[2,3]", ()),
 ]
 FUSED = (
     "{rank: 3, target_modules: [q_proj, o_proj], "
@@ -142,22 +165,27 @@ LORAS = {"ratchet": ["null", "{rank: 3}"], "transformers": ["null", FUSED]}
 
 
 @pytest.mark.slow
-def test_ranks_hold_the_weights_that_the_plan_counts(tmp_path: Path) -> None:
+def test_ranks_hold_and_train_the_weights_that_the_plan_counts(tmp_path: Path) -> None:
     plans, sections = [], []
-    for name, text in CASES:
+    for name, text, frozen in CASES:
         directory = tmp_path / name
         init_policy(SHAPES[name], seed=0, dtype=torch.float32).save(directory)
         keys = ["learner.kind=dtensor", *(f"learner.{key}" for key in text.split())]
         for backend, loras in LORAS.items():
             for lora in loras[: 2 if name == "experts" else 1]:
+                patterns = frozen if lora == "null" else ()
                 keys_and_lora = [*keys, f"lora={lora}", "generator={kind: hf}"]
-                model = f"{{path: {directory}, backend: {backend}}}"
+                model = f"{{path: {directory}, backend: {backend}, freeze: {[*patterns]}}}"
                 ranks, _, _ = plan_ranks(tmp_path, *keys_and_lora, model=model)
                 sizes = [rank.bytes_by_purpose for rank in ranks]
-                plans.append([(size["weights"] + size.get("adapters", 0)) // 4 for size in sizes])
+                held = [size["weights"] + size.get("adapters", 0) for size in sizes]
+                plans.append(
+                    [[n // 4, size["optimizer"] // 8] for n, size in zip(held, sizes, strict=True)]
+                )
                 config = freeze(load_config(tmp_path / "recipe.yaml", keys_and_lora))
-                section = config.stages[0].learner.model_dump(mode="json")
-                sections.append((section, str(directory), backend, config.stages[0].lora))
+                stage = config.stages[0]
+                section = stage.learner.model_dump(mode="json")
+                sections.append((section, str(directory), backend, stage.lora, patterns))
     results = run_ranks(4, "learners.spread_cases:count_parameters", sections)
     for case, plan in enumerate(plans):
         held = [counts[case] for counts in results]

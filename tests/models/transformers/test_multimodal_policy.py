@@ -20,9 +20,7 @@ from ratchet.learners.distributed.checks import check_dtensor
 from ratchet.models.load import load_policy
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.media import join_media_inputs, make_probe_images
-from ratchet.models.parallel.context_parallel import ContextSplit
-from ratchet.models.parallel.sharding import ShardIndex
-from ratchet.models.transformers.context_parallel import divide_language_inputs
+from ratchet.models.transformers.language_inputs import divide_language_inputs
 from ratchet.models.transformers.multimodal_policy import MultimodalPolicy
 from ratchet.testing.builders import make_group
 from ratchet.types import Trajectory
@@ -289,9 +287,7 @@ def test_what_can_t_be_done_with_such_a_model_is_refused(tmp_path):
     policy = policy_of("qwen2_5_vl")
     for keys, words in (
         ({"tensor_parallel": 3}, "tensor_parallel=3 doesn't divide the model's 4 query heads"),
-        ({"tensor_parallel": 2, "sequence_parallel": True}, "reads media, which learner.sequence"),
         ({"expert_parallel": 2, "dp_shard": 2}, "no experts that learner.expert_parallel=2 can"),
-        ({"pipeline_parallel": 2}, "reads media, so its layers can't be divided over ranks"),
     ):
         with pytest.raises(ModelError, match=words):
             check_dtensor(DTensorConfig(**keys), policy)
@@ -303,27 +299,55 @@ def test_what_can_t_be_done_with_such_a_model_is_refused(tmp_path):
         policy.resolve_adapter_layers(LoRAConfig(target_modules=("qkv",)))
 
 
-def test_tokens_are_divided_only_where_pictures_show_that_nothing_changes():
+def test_tokens_and_layers_are_divided_only_where_pictures_show_that_nothing_changes():
     section, policy = DTensorConfig(context_parallel=2), policy_of("qwen3_vl")
     check_dtensor(section, policy)
-    policy.packs = False
-    with pytest.raises(ModelError, match="can't pack sequences with images, so its tokens can't"):
-        check_dtensor(section, policy)
-    policy.packs, policy.probe_images = True, ()
-    with pytest.raises(ModelError, match="reads other media than images, so its tokens can't"):
-        check_dtensor(section, policy)
+    layers, sequence = (
+        DTensorConfig(pipeline_parallel=2),
+        DTensorConfig(tensor_parallel=2, sequence_parallel=True),
+    )
+    check_dtensor(layers, policy)
+    check_dtensor(sequence, policy)
+    endings = {
+        section: "so its tokens can't",
+        layers: "so its layers can't",
+        sequence: "which learn",
+    }
+    for keys, ending in endings.items():
+        policy.packs = False
+        with pytest.raises(ModelError, match=f"can't pack sequences with images, {ending}"):
+            check_dtensor(keys, policy)
+        policy.packs, images, policy.probe_images = True, policy.probe_images, ()
+        with pytest.raises(ModelError, match=f"reads other media than images, {ending}"):
+            check_dtensor(keys, policy)
+        policy.probe_images = images
+
+
+def test_layers_with_features_of_pictures_stay_in_the_first_stage():
+    policy = load_policy(model_directory("qwen3_vl", 5))
+    check_dtensor(DTensorConfig(pipeline_parallel=2, stage_layers=(2, 3)), policy)
+    with pytest.raises(ModelError, match=r"its first 2 layers, which must .* but that has 1: set"):
+        check_dtensor(DTensorConfig(pipeline_parallel=2, stage_layers=(1, 4)), policy)
+    sequence = {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2}
+    with pytest.raises(ModelError, match="needs more layers than these, but it has 2: set learner"):
+        check_dtensor(DTensorConfig(**sequence), policy)
+    check_dtensor(DTensorConfig(**sequence, stage_layers=(3, 2)), policy)
+    add = lambda _, args, named: (args, {**named, "token_type_ids": torch.ones(1)})  # noqa: E731
+    policy.language.register_forward_pre_hook(add, with_kwargs=True)
+    with pytest.raises(ModelError, match="gets token_type_ids of its multimodal model, which"):
+        check_dtensor(DTensorConfig(pipeline_parallel=2), policy)
 
 
 def test_a_language_model_with_other_inputs_keeps_its_tokens():
-    language, split = torch.nn.Identity(), ContextSplit.from_lengths([3], ShardIndex(0, 2))
+    language, index = torch.nn.Identity(), torch.tensor([0, 2])
     with (
         pytest.raises(ModelError, match="Identity gets token_type_ids of its multimodal model"),
-        divide_language_inputs(language, split),
+        divide_language_inputs(language, index),
     ):
         language(inputs_embeds=torch.ones(1, 3, 2), token_type_ids=torch.ones(1, 3))
     with (
         pytest.raises(ModelError, match="the inputs of Identity can't be divided over ranks: set"),
-        divide_language_inputs(language, split),
+        divide_language_inputs(language, index),
     ):
         pass
 
