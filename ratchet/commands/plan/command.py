@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ratchet.algorithms.base import Algorithm
-from ratchet.commands.plan.trained import count_trained_weights
 from ratchet.commands.plan.probe import Probe
+from ratchet.commands.plan.trained import count_trained_weights
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.resolve import build
@@ -462,18 +462,15 @@ def _estimate_role_bytes(
     for name in algorithm.roles:
         if n_parameters := _count_role_parameters(stage, algorithm, cost, name):
             bytes_by_purpose[f"{name}: weights"] = n_parameters * FP32_BYTES
+    n_trained = count_trained_weights(cost, stage.lora)
     if stage.lora is not None:
-        n_adapters = count_trained_weights(cost, stage.lora) * len(algorithm.losses)
-        bytes_by_purpose["adapters: weights"] = n_adapters * FP32_BYTES
+        bytes_by_purpose["adapters: weights"] = n_trained * len(algorithm.losses) * FP32_BYTES
     for name in algorithm.losses:
         bytes_by_purpose[f"{name}: optimizer"] = int(
-            count_trained_weights(cost, stage.lora)
-            * OPTIMIZER_BYTES.get(stage.optimizer.kind_name, 2 * FP32_BYTES)
+            n_trained * OPTIMIZER_BYTES.get(stage.optimizer.kind_name, 2 * FP32_BYTES)
         )
         if stage.optimizer.ema_decay is not None:
-            bytes_by_purpose[f"{name}: average"] = (
-                count_trained_weights(cost, stage.lora) * FP32_BYTES
-            )
+            bytes_by_purpose[f"{name}: average"] = n_trained * FP32_BYTES
     if stage.checkpoint.background and stage.checkpoint.every:
         bytes_by_purpose[CHECKPOINT_COPY] = sum(bytes_by_purpose.values())
     return bytes_by_purpose
