@@ -95,21 +95,14 @@ class RenderedConversation:
         self._tools = tools
         hidden, self._token_by_code_point = _hide_special_tokens(messages, tokenizer.special_ids)
         self._messages, self._segments = merge_inline(hidden)
-        self._texts: dict[tuple[int, bool], str] = {}
 
     def __len__(self) -> int:
         """Return the number of messages after inline text has been merged into its turns."""
         return len(self._messages)
 
     def render_text(self, n: int, *, prompt: bool) -> str:
-        """Return the first n messages as text. `prompt` adds the header of the assistant's turn.
-
-        Each text is rendered once: a supervised row reads the prompt of its answer twice.
-        """
-        if (n, prompt) not in self._texts:
-            text = self._template.render(self._messages[:n], self._tools, prompt=prompt)
-            self._texts[n, prompt] = text
-        return self._texts[n, prompt]
+        """Return the first n messages as text. `prompt` adds the header of the assistant's turn."""
+        return self._template.render(self._messages[:n], self._tools, prompt=prompt)
 
     def split_turn(self, i: int) -> tuple[str, str]:
         """Return the prompt for message i, and the assistant's text with the end of its turn.
