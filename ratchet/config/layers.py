@@ -326,7 +326,11 @@ def merge_overrides(overrides: Mapping[KeyPath, Node], problems: list[RecipeProb
     return layer
 
 
-def _order_lists(override: tuple[KeyPath, Node]) -> int:
-    """Return the sort key by which lists come first, outer before inner ones."""
+def _order_lists(override: tuple[KeyPath, Node]) -> tuple[bool, int]:
+    """Return the sort key by which lists come first, outer before inner ones.
+
+    All else keeps its order.
+    """
     path, node = override
-    return len(path) if isinstance(node.value, list) else MAX_NODES
+    is_list = isinstance(node.value, list)
+    return (not is_list, len(path) if is_list else 0)

@@ -100,12 +100,18 @@ def attach(
         _widen(layer, adapter.lora.rank)
         layer.lora_dropout[ADAPTER_NAME] = SeededDropout(adapter.lora.dropout, path)
     apply_inside(model, divided)
+    _set_initial_weights(model, adapter, pieces or {})
+
+
+def _set_initial_weights(
+    model: nn.Module, adapter: Adapter, pieces: Mapping[str, tuple[WeightPiece, ...]]
+) -> None:
+    """Give the weights of an adapter their initial values, and let an optimizer train them."""
     layout: dict[str, tuple[WeightPiece, ...]] = {}
     for name, parameter in adapter_parameters(model):
         parameter.requires_grad_(True)
         weight_name = get_canonical_name(name)
-        whole = make_whole_piece(weight_name, parameter)
-        layout[name] = (pieces or {}).get(weight_name, (whole,))
+        layout[name] = pieces.get(weight_name, (make_whole_piece(weight_name, parameter),))
     init_adapters(model, adapter, layout)
 
 
