@@ -16,7 +16,7 @@ from pathlib import Path
 from ratchet.utils.object_store import get_cache_dir
 
 HERE = Path(__file__).parent
-SOURCES = HERE / "kernels.c", HERE / "decoding.c"
+SOURCES = HERE / "kernels.c", HERE / "decoding.c", HERE / "attention.c"
 HEADER = HERE / "rows.h"
 # Names that Linux gives to instructions that multiply in bfloat16.
 BFLOAT16_INSTRUCTIONS = (b"avx512_bf16", b"amx_bf16")

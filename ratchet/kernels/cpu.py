@@ -48,9 +48,12 @@ SIGNATURES = {
     "decode": (P, P, P, N, P, N, P, N, P, P, N, N, N, N, N, X),
     "step": (P, N, ctypes.c_int, *[P] * 7, ctypes.c_int, P, N, N, N, N, N, N, N, X),
     "step_scratch": (N, N, N, N, N),
+    "attention": (P, N, P, N, P, N, P, N, *[P] * 6, ctypes.c_int, N, N, N, N, X),
+    "attention_backward": (P, P, N, P, N, P, N, P, N, *[P] * 9, ctypes.c_int, N, N, N, N, X),
+    "attention_scratch": (N, N),
     "has_bfloat16": (),
 }
-RESULT_TYPES = {"step_scratch": N, "has_bfloat16": ctypes.c_int}
+RESULT_TYPES = {"step_scratch": N, "attention_scratch": N, "has_bfloat16": ctypes.c_int}
 PLAIN_TYPES = (Tensor, nn.Parameter)
 
 _library: Any = None
@@ -75,6 +78,11 @@ def set_enabled(enabled: bool) -> None:
         enabled and torch.backends.mkldnn.is_available() and b"AuthenticAMD" in describe_processor()
     )
     _library = compiled
+
+
+def get_library() -> Any:
+    """Return the compiled library; None if this process does not use the kernels."""
+    return _library
 
 
 def is_enabled() -> bool:
@@ -124,7 +132,7 @@ def _normalise(x: Tensor, weight_d: Tensor, eps: float, r_T: Tensor | None) -> T
     out = torch.empty_like(x)
     d = x.shape[-1]
     _library.norm(
-        x.data_ptr(), weight_d.data_ptr(), out.data_ptr(), _get_address(r_T), x.numel() // d, d, eps
+        x.data_ptr(), weight_d.data_ptr(), out.data_ptr(), get_address(r_T), x.numel() // d, d, eps
     )
     return out
 
@@ -144,7 +152,7 @@ class _RMSNorm(Function):
         grad_weight = torch.empty_like(weight_d)
         partial_sums = x.new_empty(N_PARTIAL_SUMS, len(weight_d))
         tensors = grads[0].contiguous(), x, weight_d, r_T, grad_x, grad_weight, partial_sums
-        _library.norm_backward(*map(_get_address, tensors), len(r_T), len(weight_d))
+        _library.norm_backward(*map(get_address, tensors), len(r_T), len(weight_d))
         return grad_x, grad_weight, None
 
 
@@ -183,7 +191,7 @@ def _rotate(
     q = qkv.new_empty(n_tokens, n_heads, size)
     k = qkv.new_empty(n_tokens, n_kv_heads, size)
     _library.heads(
-        *map(_get_address, (qkv, *norms, cos, sin, q, k, r)),
+        *map(get_address, (qkv, *norms, cos, sin, q, k, r)),
         n_tokens,
         n_heads,
         n_kv_heads,
@@ -215,16 +223,16 @@ class _Heads(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         qkv, q_norm, k_norm, cos, sin, r = ctx.saved_tensors
-        q, k, v = map(_make_rows_contiguous, grads)
+        q, k, v = map(make_rows_contiguous, grads)
         size = q.shape[2]
         grad = q.new_empty(ctx.shape)
         grad_norms = None if q_norm is None else q.new_empty(2, size)
         partial_sums = None if q_norm is None else q.new_empty(N_PARTIAL_SUMS, 2, size)
         addresses = map(
-            _get_address, (qkv, q_norm, k_norm, cos, sin, r, grad, grad_norms, partial_sums)
+            get_address, (qkv, q_norm, k_norm, cos, sin, r, grad, grad_norms, partial_sums)
         )
         sizes = len(q), q.shape[1], k.shape[1], size
-        _library.heads_backward(*_list_addresses_and_strides(q, k, v), *addresses, *sizes)
+        _library.heads_backward(*list_addresses_and_strides(q, k, v), *addresses, *sizes)
         return (
             grad,
             *((None, None) if grad_norms is None else grad_norms.unbind()),
@@ -270,7 +278,7 @@ class _SwiGLU(Function):
         is_float32 = gate_up.dtype is torch.float32
         kernel = _library.gated_backward if is_float32 else _library.gated_backward_bfloat16
         kernel(
-            *map(_get_address, (grad, gate_up, out)), grad.numel() // grad.shape[-1], grad.shape[-1]
+            *map(get_address, (grad, gate_up, out)), grad.numel() // grad.shape[-1], grad.shape[-1]
         )
         return out
 
@@ -289,7 +297,7 @@ def decode(
     keys, values: the KV cache, [N or more, K, L, D].
     positions_N: where each slot's key and value are stored, int64.
     """
-    q, k, v = map(_make_rows_contiguous, (q_NHD, k_NKD, v_NKD))
+    q, k, v = map(make_rows_contiguous, (q_NHD, k_NKD, v_NKD))
     out = q.new_empty(q.shape)
     capacity = keys.shape[2]
     size = q.shape[2]
@@ -297,7 +305,7 @@ def decode(
     _library.decode(
         keys.data_ptr(),
         values.data_ptr(),
-        *_list_addresses_and_strides(q, k, v),
+        *list_addresses_and_strides(q, k, v),
         positions_N.data_ptr(),
         out.data_ptr(),
         *sizes,
@@ -353,8 +361,8 @@ def step(
     assert all(0 <= end - start <= MAX_CHUNK_ROWS for start, end in pairwise(chunk_starts))
     dtypes = {x.dtype for layer in layers for x in layer if x is not None and x.dim() == 2}
     has_bfloat16_matrices = torch.bfloat16 in dtypes
-    addresses = [_get_address(tensor) for layer in layers for tensor in layer]
-    tensors = map(_get_address, (x_Nd, norm_d, cos, sin, positions_N, slots_N, scratch))
+    addresses = [get_address(tensor) for layer in layers for tensor in layer]
+    tensors = map(get_address, (x_Nd, norm_d, cos, sin, positions_N, slots_N, scratch))
     flop = 2 * n_rows * len(layers) * d * (2 * (n_heads + n_kv_heads) * size + 3 * gated_size)
     with record_function(f"{STEP}{flop}") if torch.autograd._profiler_enabled() else nullcontext():
         _library.step(
@@ -416,16 +424,17 @@ class _Product(Function):
         return grad_x, grad_weight
 
 
-def _get_address(x: Tensor | None) -> int | None:
+def get_address(x: Tensor | None) -> int | None:
+    """Return the address of the tensor's first element."""
     return None if x is None else x.data_ptr()
 
 
-def _make_rows_contiguous(x: Tensor) -> Tensor:
+def make_rows_contiguous(x: Tensor) -> Tensor:
     """Return x, [T, heads, D], copied unless the elements of each token are contiguous."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
-def _list_addresses_and_strides(*tensors: Tensor) -> Iterator[int]:
+def list_addresses_and_strides(*tensors: Tensor) -> Iterator[int]:
     """Yield each tensor's address and the distance between its tokens (elements)."""
     for x in tensors:
         yield x.data_ptr()

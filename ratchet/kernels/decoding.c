@@ -11,17 +11,11 @@
 
 #include <omp.h>
 
-#ifdef __FMA__
-#include <immintrin.h>
-#endif
-
 #include "rows.h"
 
 #ifdef __AVX512F__
-#define LANES 16
 #define VECTORS 4
 #else
-#define LANES 8
 #define VECTORS 2
 #endif
 #define PANEL_ROWS (VECTORS * LANES)
@@ -29,20 +23,6 @@
 #define TILE_TERMS 128 /* terms of a tile; that part of a panel fits the L1 cache */
 #define MAX_CHUNK_ROWS 64 /* rows that a thread computes together; weights are read from memory once for all of them */
 #define THREAD_PANELS (MAX_CHUNK_ROWS / PANEL_ROWS)
-
-typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-/* sum + w x, rounded once where the processor can. By name, because compilers choose between one rounding and two by the size of the
-   tile (GCC's -mtune for AMD and for newer Intel processors), and a row's bits would depend on the number of rows. */
-static inline __attribute__((always_inline)) lanes multiply_add(float w, lanes x, lanes sum) {
-#if defined(__AVX512F__)
-    return (lanes)_mm512_fmadd_ps(_mm512_set1_ps(w), (__m512)x, (__m512)sum);
-#elif defined(__FMA__)
-    return (lanes)_mm256_fmadd_ps(_mm256_set1_ps(w), (__m256)x, (__m256)sum);
-#else
-    return sum + w * x;
-#endif
-}
 
 /* --- panels: [panels, features, PANEL_ROWS] */
 

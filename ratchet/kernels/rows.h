@@ -3,6 +3,9 @@
    D = head_dim or hidden size, C = D / 2.
 */
 
+#ifdef __FMA__
+#include <immintrin.h>
+#endif
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -13,6 +16,26 @@ typedef int64_t i64;
 #define MAX_HEAD_DIM 512   /* the largest supported head_dim */
 #define CHUNK_TOKENS 256   /* tokens whose attention scores are in memory at the same time */
 #define CACHE_LINE 16         /* floats of a cache line */
+
+#ifdef __AVX512F__
+#define LANES 16
+#else
+#define LANES 8
+#endif
+
+typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* sum + w x, rounded once where the processor can. By name, because compilers choose between one rounding and two by the size of the
+   tile (GCC's -mtune for AMD and for newer Intel processors), and a row's bits would depend on the number of rows. */
+static inline __attribute__((always_inline)) lanes multiply_add(float w, lanes x, lanes sum) {
+#if defined(__AVX512F__)
+    return (lanes)_mm512_fmadd_ps(_mm512_set1_ps(w), (__m512)x, (__m512)sum);
+#elif defined(__FMA__)
+    return (lanes)_mm256_fmadd_ps(_mm256_set1_ps(w), (__m256)x, (__m256)sum);
+#else
+    return sum + w * x;
+#endif
+}
 
 static inline float exp_approx(float x) {
     /* exp(x) as in Cephes' expf, without branches, so that the compiler can vectorise loops over it. NaN stays NaN. The relative

@@ -3,7 +3,7 @@
 Consecutive sequences of similar length share one causal attention call. For this call they are
 padded on the right, where causal attention ignores the padding. Sequences of equal length, the
 common case, need no padding. Segments of a prefix tree, whose past belongs to other segments, share
-masked calls in the same way.
+masked calls in the same way. The compiled kernel takes all segments in one call, without padding.
 
 T = tokens, H = query heads, K = key/value heads, D = head_dim, R = segments of a call, P = longest
 past of a segment, L = longest segment.
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ratchet.kernels.attention import SegmentPlan, attend_segments, supports_attention
 from ratchet.models.accelerator import attend_grouped
 from ratchet.models.layers.prefix_tree import Index, PrefixSegment, PrefixTree
 from ratchet.models.layers.varlen import VarlenAttention, can_attend
@@ -86,9 +87,17 @@ class PackedAttention:
         """The attention calls over padded sequences."""
         return [_make_bucket(group, self.device) for group in _group_lengths(self.lengths)]
 
+    @cached_property
+    def plan(self) -> SegmentPlan:
+        """The sequences, for the compiled kernel."""
+        lengths_S = np.array(self.lengths, dtype=np.int64)
+        return SegmentPlan(np.cumsum(lengths_S) - lengths_S, lengths_S)
+
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         if self.varlen is not None and can_attend(q_THD, v_TKD):
             return self.varlen.attend(q_THD, k_TKD, v_TKD)
+        if supports_attention(q_THD, k_TKD, v_TKD, max(self.lengths)):
+            return attend_segments(self.plan, q_THD, k_TKD, v_TKD)
         if len(self.buckets) == 1:
             return _attend(self.buckets[0], q_THD, k_TKD, v_TKD)
         sizes = [bucket.tokens for bucket in self.buckets]
@@ -157,9 +166,30 @@ class TreeAttention:
         self.root_attention = PackedAttention(
             [segment.length for segment in roots], device, uses_varlen=uses_varlen
         )
-        self.branches = plan_branch_calls(tree.segments[len(roots) :], tree.past, device)
+        self.longest = max(segment.end for segment in tree.segments)
+        self.device = device
+
+    @cached_property
+    def branches(self) -> list[BranchCall]:
+        """The attention calls over segments with a past."""
+        branches = [segment for segment in self.tree.segments if segment.begin]
+        return plan_branch_calls(branches, self.tree.past, self.device)
+
+    @cached_property
+    def plan(self) -> SegmentPlan:
+        """All segments, for the compiled kernel."""
+        segments = self.tree.segments
+        starts_S = np.array([segment.distinct_start for segment in segments])
+        lengths_S = np.array([segment.length for segment in segments])
+        keys_S = [
+            np.concatenate([self.tree.past(segment), np.arange(start, start + segment.length)])
+            for segment, start in zip(segments, starts_S, strict=True)
+        ]
+        return SegmentPlan(starts_S, lengths_S, keys_S)
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        if supports_attention(q_THD, k_TKD, v_TKD, self.longest):
+            return attend_segments(self.plan, q_THD, k_TKD, v_TKD)
         root_queries, *branch_queries = q_THD.split(
             [self.n_root_tokens, *(call.query_bucket.tokens for call in self.branches)]
         )
