@@ -104,13 +104,18 @@ class RenderedConversation:
         """Return the first n messages as text. `prompt` adds the header of the assistant's turn."""
         return self._template.render(self._messages[:n], self._tools, prompt=prompt)
 
-    def split_turn(self, i: int) -> tuple[str, str]:
+    def split_turn(self, i: int, prompt: str | None = None) -> tuple[str, str]:
         """Return the prompt for message i, and the assistant's text with the end of its turn.
 
         Both are rendered without the later messages, as when message i was written. Raise DataError
         if the turn does not continue the prompt.
+
+        Args:
+            i: The index of an assistant message.
+            prompt: The rendered prompt for message i, if the caller has it.
         """
-        prompt = self.render_text(i, prompt=True)
+        if prompt is None:
+            prompt = self.render_text(i, prompt=True)
         whole = self.render_text(i + 1, prompt=False)
         shape = self._shape
         if whole.startswith(prompt):

@@ -146,7 +146,7 @@ class Renderer:
                 "(it may drop earlier reasoning), so the turn can't train as it was written: use "
                 'train="last", with one row per turn'
             )
-        _, answer = conversation.split_turn(last_index)
+        _, answer = conversation.split_turn(last_index, "".join(piece.text for piece in pieces))
         tokens_and_turns = self._expand_placeholders(
             conversation.tokenize([*pieces, Piece(answer, last_index)]), messages
         )

@@ -67,6 +67,23 @@ def test_plain_holds_several_turns():
     ] * 5 + [True]
 
 
+def test_a_supervised_row_renders_each_text_once(monkeypatch):
+    renderer = Renderer(with_chatml_tokens(), "chatml")
+    rendered = []
+    real = renderer.template.render
+    monkeypatch.setattr(
+        renderer.template,
+        "render",
+        lambda messages, tools, *, prompt: (
+            rendered.append((len(messages), prompt)) or real(messages, tools, prompt=prompt)
+        ),
+    )
+    for _ in range(2):  # the first one also finds the shape of a turn
+        rendered.clear()
+        renderer.supervised([user("a"), said("b"), user("c"), said("d")], train="all")
+    assert sorted(rendered) == [(1, True), (2, False), (3, True), (4, False)]
+
+
 def test_turns_open_with_a_token():
     messages = [Message("system", "s"), user("u"), said("a"), Message("tool", "t"), said("b")]
     tokens, trainable = TURNS.supervised(messages, train="all")
