@@ -89,17 +89,23 @@ def _triangle(n: int) -> int:
     return n * (n + 1) // 2
 
 
-def measure_gemm_rate(threads: int, device: str = "cpu", side: int | None = None) -> float:
-    """Return the GFLOP/s of a large matrix product in float32, or bfloat16 on an accelerator.
+def measure_gemm_rate(
+    threads: int, device: str = "cpu", side: int | None = None, *, bfloat16: bool = False
+) -> float:
+    """Return the GFLOP/s of a large matrix product.
 
-    side: side of the square matrices; None: large enough for the device's full rate.
+    Args:
+        threads: The number of CPU threads.
+        device: The device. On an accelerator the product is in bfloat16.
+        side: The side of the square matrices; None: large enough for the device's full rate.
+        bfloat16: True to compute in bfloat16 on a CPU too.
     """
     import torch
 
     from ratchet.observe import matmul_rate
 
     torch.set_num_threads(threads)
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    dtype = torch.bfloat16 if bfloat16 or device != "cpu" else torch.float32
     return (
         matmul_rate.measure_gemm_rate(
             matmul_rate.Gemm(side, side, side)
@@ -143,6 +149,12 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     gflops = measure_gemm_rate(options.threads, options.device, options.side)
     rates = {"gflops": round(gflops, 1)}
-    if options.device != "cpu":
+    if options.device == "cpu":
+        from ratchet.kernels.build import has_bfloat16_instructions
+
+        if has_bfloat16_instructions():
+            rate = measure_gemm_rate(options.threads, side=options.side, bfloat16=True)
+            rates["bfloat16_gflops"] = round(rate, 1)
+    else:
         rates["gbytes_per_s"] = round(measure_copy_rate(options.device, options.copy_mib), 1)
     print(json.dumps(rates))

@@ -8,13 +8,17 @@ case: 256 prompts of 8 to 16 tokens, 8 to 96 new tokens, 64 at a time.
 
 from __future__ import annotations
 
-from side_by_side import Case, Driver, compare, options, rate
+from side_by_side import Case, Driver, compare_precisions, options, rate
 
 DRIVERS = (
     Driver("Ratchet", "ours/ratchet_generate.py", peer=False),
     Driver("transformers generate", "peers/hf_generate.py"),
     Driver("transformers continuous batching", "peers/hf_continuous.py"),
     Driver("vLLM", "peers/vllm_generate.py"),
+)
+BFLOAT16 = (
+    Driver("transformers generate, bfloat16", "peers/hf_generate.py", ("--bf16",)),
+    Driver("vLLM, bfloat16", "peers/vllm_generate.py", ("--bf16",)),
 )
 RAGGED = (
     "--ragged",
@@ -46,4 +50,4 @@ CASES = (
 if __name__ == "__main__":
     chosen = options(__doc__ or "").parse_args()
     for case in CASES:
-        compare(case, chosen)
+        compare_precisions(case, chosen, BFLOAT16)

@@ -1,22 +1,16 @@
 """Compare the time of one GRPO step of Ratchet and TRL on the same model.
 
-A step has 8 prompts of 16 tokens x 16 samples of 32 new tokens. In float32 Ratchet is compared with
-TRL in float32. Where the processor multiplies in bfloat16, Ratchet in bfloat16 is then compared with
-TRL in bfloat16, float32 and its defaults.
+A step has 8 prompts of 16 tokens x 16 samples of 32 new tokens. Where the processor multiplies in
+bfloat16, Ratchet in bfloat16 is also compared with TRL in bfloat16, float32 and its defaults.
 
     python benchmarks/grpo_step.py [--size S] [--threads 2] [--rounds 5] [--python PEERS/bin/python]
 """
 
 from __future__ import annotations
 
-from side_by_side import Case, Driver, compare, options
-
-from ratchet.kernels.build import has_bfloat16_instructions
+from side_by_side import Case, Driver, compare_precisions, options
 
 OURS = Driver("Ratchet", "ours/ratchet_grpo.py", peer=False)
-OURS_BFLOAT16 = Driver(
-    "Ratchet, bfloat16", "ours/ratchet_grpo.py", ("--precision", "bfloat16"), peer=False
-)
 TUNED = Driver("TRL tuned (float32, one micro-batch)", "peers/trl_grpo.py")
 AUTOCAST = Driver("TRL tuned, bfloat16 autocast", "peers/trl_grpo.py", ("--bf16",))
 DEFAULTS = Driver("TRL, its defaults", "peers/trl_grpo.py", ("--defaults",))
@@ -25,11 +19,5 @@ TARGETS = {"S": 3.0, "M": 4.0}
 if __name__ == "__main__":
     chosen = options(__doc__ or "").parse_args()
     name = "GRPO step, 8 prompts x 16 samples, prompt 16, 32 new tokens"
-    if not has_bfloat16_instructions():
-        drivers = (OURS, TUNED, AUTOCAST, DEFAULTS)
-        compare(Case(name, drivers, target=TARGETS.get(chosen.size)), chosen)
-    else:
-        compare(Case(f"{name}, float32", (OURS, TUNED)), chosen)
-        drivers = (OURS_BFLOAT16, AUTOCAST, TUNED, DEFAULTS)
-        case = Case(f"{name}, bfloat16", drivers, target=TARGETS.get(chosen.size))
-        compare(case, chosen)
+    case = Case(name, (OURS, TUNED), target=TARGETS.get(chosen.size))
+    compare_precisions(case, chosen, (AUTOCAST, DEFAULTS))

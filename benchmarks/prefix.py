@@ -8,8 +8,8 @@ A step has 4 prompts of 128 or 512 tokens x 16 samples of 32 new tokens.
 
 from __future__ import annotations
 
-from grpo_step import OURS, TUNED
-from side_by_side import Case, compare, options
+from grpo_step import AUTOCAST, OURS, TUNED
+from side_by_side import Case, compare_precisions, options
 
 if __name__ == "__main__":
     parser = options(__doc__ or "")
@@ -25,4 +25,4 @@ if __name__ == "__main__":
         for length, target in (("128", None), ("512", 10.0))
     ]
     for case in cases:
-        compare(case, chosen)
+        compare_precisions(case, chosen, (AUTOCAST,))

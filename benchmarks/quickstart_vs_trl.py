@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from side_by_side import SECONDS, Case, Driver, compare, options
+from side_by_side import SECONDS, Case, Driver, compare_precisions, options
 
 START = Driver("start", "ours/sorting_start.py", peer=False)
 DRIVERS = (
     Driver("Ratchet", "ours/ratchet_sorting.py", peer=False),
     Driver("TRL tuned", "peers/trl_sorting.py"),
 )
+AUTOCAST = Driver("TRL tuned, bfloat16 autocast", "peers/trl_sorting.py", ("--bf16",))
 
 if __name__ == "__main__":
     parser = options(__doc__ or "")
@@ -36,4 +37,4 @@ if __name__ == "__main__":
         maker=replace(START, arguments=("--steps", chosen.start_steps)),
         made_by_size=False,
     )
-    compare(case, chosen)
+    compare_precisions(case, chosen, (AUTOCAST,))

@@ -10,13 +10,19 @@ end to end, and padded rows.
 
 from __future__ import annotations
 
-from side_by_side import Case, Driver, compare, options, rate
+from side_by_side import Case, Driver, compare_precisions, options, rate
 
 DRIVERS = (
     Driver("Ratchet", "ours/ratchet_given.py", peer=False),
     Driver("TRL, packing", "peers/trl_given.py", ("--layout", "packing")),
     Driver("TRL, padding-free", "peers/trl_given.py", ("--layout", "padding-free")),
     Driver("TRL, padded", "peers/trl_given.py"),
+)
+AUTOCAST = (
+    Driver(
+        "TRL, packing, bfloat16 autocast", "peers/trl_given.py", ("--layout", "packing", "--bf16")
+    ),
+    Driver("TRL, padded, bfloat16 autocast", "peers/trl_given.py", ("--bf16",)),
 )
 
 if __name__ == "__main__":
@@ -27,4 +33,4 @@ if __name__ == "__main__":
         rate("tokens"),
         target=3.0,
     )
-    compare(case, options(__doc__ or "").parse_args())
+    compare_precisions(case, options(__doc__ or "").parse_args(), AUTOCAST)

@@ -27,6 +27,11 @@ sys.path.append(str(HERE / "peers"))
 
 from protocol import UNAVAILABLE
 
+from ratchet.kernels.build import has_bfloat16_instructions
+
+# The JSON lines of a driver, one for each round; None for a round in which it could not run.
+Lines = Sequence[Mapping[str, Any] | None]
+
 
 @dataclass(frozen=True)
 class Driver:
@@ -124,12 +129,58 @@ def compare(
     *,
     peers_may_fail: bool = False,
 ) -> None:
-    """Run a case and print its results. A peer that can't run here is named with the reason.
+    """Run a case and print its results, as `compare_all` does."""
+    compare_all([case], chosen, rates, peers_may_fail=peers_may_fail)
 
-    rates: the script that measures the machine's rates in each round.
-    peers_may_fail: True to name a peer that fails in the same way. Otherwise it ends the comparison.
+
+def compare_precisions(
+    case: Case, chosen: argparse.Namespace, others: Sequence[Driver] = ()
+) -> None:
+    """Compare in float32 and, if the processor multiplies in bfloat16, in bfloat16 too.
+
+    Args:
+        case: Ratchet and the peers in float32.
+        chosen: The options of the command line.
+        others: The peers in bfloat16 and with their defaults. If the processor does not multiply in
+            bfloat16, Ratchet's float32 is compared with them as well.
     """
-    drivers = [driver for driver in case.drivers if not (chosen.ours and driver.peer)]
+    ours, *peers = case.drivers
+    if not has_bfloat16_instructions():
+        compare(replace(case, drivers=(*case.drivers, *others)), chosen)
+        return
+    rounded = replace(ours, name=f"{ours.name}, bfloat16", arguments=(*ours.arguments, "--bf16"))
+    cases = (
+        replace(case, name=f"{case.name}, float32", target=None),
+        replace(case, name=f"{case.name}, bfloat16", drivers=(rounded, *others, *peers)),
+    )
+    compare_all(cases, chosen)
+
+
+def compare_all(
+    cases: Sequence[Case],
+    chosen: argparse.Namespace,
+    rates: Driver = RATES,
+    *,
+    peers_may_fail: bool = False,
+) -> None:
+    """Run the drivers of all cases in turn, each once a round, and print the results of each case.
+
+    The cases differ only in their names, drivers and targets. A peer that can't run here is named
+    with the reason.
+
+    Args:
+        cases: The comparisons.
+        chosen: The options of the command line.
+        rates: The script that measures the machine's rates in each round.
+        peers_may_fail: True to name a peer that fails in the same way. Otherwise it ends the
+            comparison.
+    """
+    case = cases[0]
+    drivers = [
+        driver
+        for driver in dict.fromkeys(driver for case in cases for driver in case.drivers)
+        if not (chosen.ours and driver.peer)
+    ]
     lines: dict[str, list[dict[str, Any] | None]] = {driver.name: [] for driver in drivers}
     missing: dict[str, str] = {}
     machine_rates: list[dict[str, float]] = []  # one for each round
@@ -156,7 +207,26 @@ def compare(
                         raise
                     line, missing[driver.name] = None, str(failure)
                 lines[driver.name].append(line)
-    ours = lines[drivers[0].name]
+    for case in cases:
+        names = [driver.name for driver in case.drivers if driver in drivers]
+        _report(
+            case,
+            chosen,
+            {name: lines[name] for name in names},
+            {name: missing[name] for name in names if name in missing},
+            machine_rates,
+        )
+
+
+def _report(
+    case: Case,
+    chosen: argparse.Namespace,
+    lines: Mapping[str, Lines],
+    missing: Mapping[str, str],
+    machine_rates: Sequence[Mapping[str, float]],
+) -> None:
+    """Print a case's results, as a JSON line and as a table."""
+    ours = lines[case.drivers[0].name]
     record = {
         "case": case.name,
         "command": f"python {Path(sys.argv[0]).resolve().relative_to(HERE.parent)}",
@@ -165,7 +235,12 @@ def compare(
         "unit": case.measure.unit,
         "target": case.target,
         "floor": _floor(case.measure, ours, machine_rates),
-        "gflops": round(statistics.median(rates["gflops"] for rates in machine_rates)),
+        "gflops": round(
+            statistics.median(
+                _get_gflops(line or {}, rates)
+                for line, rates in zip(ours, machine_rates, strict=True)
+            )
+        ),
         "rows": _rows(case.measure, ours, lines),
         "missing": missing,
     }
@@ -215,10 +290,6 @@ def run(driver: Driver, arguments: Sequence[str], python: str) -> dict[str, Any]
     return json.loads(process.stdout.strip().rpartition("\n")[2] or "{}")
 
 
-# The JSON lines of a driver, one for each round; None for a round in which it could not run.
-Lines = Sequence[Mapping[str, Any] | None]
-
-
 def _rows(measure: Measure, ours: Lines, lines: Mapping[str, Lines]) -> dict[str, dict[str, Any]]:
     """Return the results of the drivers that ran; each ratio compares two lines of one round."""
     rows = {}
@@ -257,11 +328,16 @@ def _floor(
     for line, rates in zip(ours, machine_rates, strict=True):
         if line and measure is not MEMORY and "gflop" in line:
             seconds = max(
-                line["gflop"] / rates["gflops"],
+                line["gflop"] / _get_gflops(line, rates),
                 line.get("gbytes", 0) / rates.get("gbytes_per_s", math.inf),
             )
             floors.append(line["work"] / seconds if measure.higher else seconds)
     return round(statistics.median(floors) * measure.factor, 2) if floors else None
+
+
+def _get_gflops(line: Mapping[str, Any], rates: Mapping[str, float]) -> float:
+    """Return the rate of a large matrix product in the precision of a driver's products."""
+    return rates["bfloat16_gflops" if line.get("bf16") else "gflops"]
 
 
 def _table(record: Mapping[str, Any]) -> str:

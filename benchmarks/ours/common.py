@@ -35,14 +35,13 @@ def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
         default=0,
         help="workers that each compute a part of a batch; 0: one per thread",
     )
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args()
     options.workers = options.workers or options.threads if options.device == "cpu" else 1
     protocol.quiet_offline(options.threads)
     prepare_process(options.threads)
     use_kernels(
         options.device == "cpu" and has_compiled_kernels(),
-        rounds_products=options.device != "cpu" or options.precision == "bfloat16",
+        rounds_products=protocol.is_bfloat16(options),
         device=options.device,
     )
     return options

@@ -54,6 +54,7 @@ def make_config() -> RunConfig:
         "device": "cpu",
         "seed": options.seed,
     }
+    values["precision"] = "bfloat16" if options.bf16 else "float32"
     values["kernels"] = "compiled" if has_compiled_kernels() else "torch"
     if options.threads > 1 and not any(
         override.startswith("generator") for override in options.overrides

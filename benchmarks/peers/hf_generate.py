@@ -64,7 +64,7 @@ def generate(model: Any, rows: Sequence[protocol.Row], pad: int) -> None:
 
 def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+    dtype = torch.bfloat16 if protocol.is_bfloat16(options) else torch.float32
     model = (
         AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device).eval()
     )

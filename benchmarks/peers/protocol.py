@@ -83,7 +83,13 @@ def arguments(description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="cpu, or cuda, which computes in bfloat16")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 on a CPU too")
     return parser
+
+
+def is_bfloat16(options: argparse.Namespace) -> bool:
+    """Return True if the driver computes in bfloat16, False for float32."""
+    return options.bf16 or options.device != "cpu"
 
 
 def generation_arguments(description: str) -> argparse.ArgumentParser:

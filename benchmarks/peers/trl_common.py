@@ -53,7 +53,7 @@ def make_common_settings(options: argparse.Namespace, directory: str) -> dict[st
 def make_tuned_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that a careful user changes from TRL's defaults."""
     return {
-        "bf16": options.device != "cpu",
+        "bf16": protocol.is_bfloat16(options),
         "gradient_checkpointing": False,
         "logging_strategy": "no",
     }

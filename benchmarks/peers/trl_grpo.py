@@ -30,9 +30,6 @@ parser.add_argument(
     help="rows per micro-batch (default: all, or with --defaults TRL's own)",
 )
 parser.add_argument(
-    "--bf16", action="store_true", help="tuned settings, but with bfloat16 autocast"
-)
-parser.add_argument(
     "--vllm",
     action="store_true",
     help="generate with vLLM in this process (TRL's mode colocate), with 0.3 of the device's memory",
@@ -74,8 +71,6 @@ def config(directory: str, rows: int) -> trl.GRPOConfig:
         if options.defaults
         else {**trl_common.make_tuned_settings(options), "per_device_train_batch_size": rows}
     )
-    if options.bf16:
-        settings["bf16"] = True
     if options.micro_batch:
         settings["per_device_train_batch_size"] = options.micro_batch
     micro_batch = settings.get(

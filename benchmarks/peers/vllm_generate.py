@@ -26,7 +26,7 @@ def main() -> None:
     rows = protocol.generation_workload(
         options, [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids]
     )
-    dtype = "float32" if options.device == "cpu" else "bfloat16"
+    dtype = "bfloat16" if protocol.is_bfloat16(options) else "float32"
     slots = options.slots or len(rows)
     model = vllm.LLM(
         options.model,

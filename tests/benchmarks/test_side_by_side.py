@@ -140,6 +140,8 @@ def test_the_floor_is_what_takes_longer_arithmetic_or_reading(benchmark):
         )
         == 33.33
     )
+    rates = {"gflops": 2.0, "bfloat16_gflops": 4.0}
+    assert side_by_side._floor(side_by_side.SECONDS, [{**line, "bf16": True}], [rates]) == 1.5
     assert side_by_side._floor(side_by_side.MEMORY, [line], [{"gflops": 2.0}]) is None
 
 
@@ -343,6 +345,37 @@ def test_a_peer_that_fails_does_not_take_the_other_results_along(benchmark, monk
     assert "out of memory" in record["missing"]["broken"]
     table = benchmark("gpu.run").make_table({"grpo": {**record, "floor": 1.0, "seconds": 3}})
     assert "| grpo | 3 | Ratchet 2000 ms, share of the floor 0%, broken peers/broken.py" in table
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_each_driver_runs_once_a_round_in_both_precisions(
+    multiplies, benchmark, monkeypatch, capsys
+):
+    side_by_side = benchmark("side_by_side")
+    played = []
+
+    def play(driver, arguments, python):
+        played.append(driver.name)
+        return {"median_s": 2.0, "peak_rss_mib": 1, "gflops": 1.0, "bfloat16_gflops": 1.0}
+
+    monkeypatch.setattr(side_by_side, "run", play)
+    monkeypatch.setattr(side_by_side, "has_bfloat16_instructions", lambda: multiplies)
+    monkeypatch.setattr(sys, "argv", [str(Path(side_by_side.__file__))])
+    drivers = [side_by_side.Driver("Ratchet", "", peer=False), side_by_side.Driver("float32", "")]
+    case = side_by_side.Case("a case", drivers, target=3.0)
+    chosen = side_by_side.options("").parse_args(["--rounds", "1"])
+    side_by_side.compare_precisions(case, chosen, [side_by_side.Driver("autocast", "")])
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[:1] == "{"]
+    tables = [(record["case"], record["target"], list(record["rows"])) for record in records]
+    if multiplies:
+        assert played == ["model", "rates", "Ratchet", "float32", "Ratchet, bfloat16", "autocast"]
+        assert tables == [
+            ("a case, float32", None, ["Ratchet", "float32"]),
+            ("a case, bfloat16", 3.0, ["Ratchet, bfloat16", "autocast", "float32"]),
+        ]
+    else:
+        assert played == ["model", "rates", "Ratchet", "float32", "autocast"]
+        assert tables == [("a case", 3.0, ["Ratchet", "float32", "autocast"])]
 
 
 def test_every_placement_of_the_command_for_a_gpu_is_a_recipe(benchmark, tmp_path):
