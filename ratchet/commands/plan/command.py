@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from ratchet.algorithms.base import Algorithm
 from ratchet.commands.plan.probe import Probe
 from ratchet.commands.plan.trained import count_trained_weights
-from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.config.model_shape.decoder_config import DecoderConfig, unsupported_reason
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.resolve import build
 from ratchet.config.schema import RecordConfig, RunConfig, StageConfig
 from ratchet.data.chat.task_variables import get_task_renderer
-from ratchet.errors import ConfigError, ModelError
+from ratchet.errors import ConfigError
 from ratchet.experience.sources.render_task import OFFLINE_SOURCES, render_task
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.generators.config import EngineConfig
@@ -40,7 +40,7 @@ from ratchet.learners.device_memory import (
     size_micro_batches,
 )
 from ratchet.models.flops import DecoderCost
-from ratchet.models.load import find_model, read_model_config
+from ratchet.models.load import find_model, read_model_config, reads_media
 from ratchet.models.weights.hf_weights import read_config
 from ratchet.observe.records.writer import MAX_STEPS, MAX_TOKENS
 from ratchet.training.from_config import build_renderer
@@ -219,7 +219,7 @@ def find_max_buffered_steps(stage: StageConfig, record: RecordConfig, workload: 
 def read_shape(config: RunConfig) -> DecoderConfig:
     """Return the shape of the model that the run starts with.
 
-    Raises ConfigError for an architecture other than Ratchet's own decoder.
+    Raises ConfigError for a model that is not counted.
     """
     source = config.model
     if source.path is None:
@@ -233,13 +233,13 @@ def read_shape(config: RunConfig) -> DecoderConfig:
         backend=source.backend,
         trust_remote_code=source.trust_remote_code,
     )
-    try:
-        return read_config(directory, hf)
-    except ModelError as error:
+    reason = "nothing counts its encoders" if reads_media(directory) else unsupported_reason(hf)
+    if reason:
         raise ConfigError(
-            f"only models of Ratchet's own decoder can be planned, and {source.path} is not one: "
-            f"{error}"
-        ) from error
+            f"ratchet plan counts only models with the layers of Ratchet's own decoder, and not "
+            f"{source.path}: {reason}. Measure it with ratchet train RECIPE --try 60."
+        )
+    return read_config(directory, hf)
 
 
 def measure_workload(

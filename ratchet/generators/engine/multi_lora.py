@@ -123,6 +123,7 @@ class MultiLoRA:
         """Add an adapter. Raises ModelError for a name in use or an adapter that doesn't fit."""
         if name in self.names:
             raise ModelError(f"the name '{name}' is taken by another adapter: choose another name")
+        stored.check_served(name)
         adapted_decoder = self._copy_decoder()
         add_adapters(adapted_decoder, stored.adapter)
         target_weights = dict(adapter_weights(adapted_decoder))

@@ -333,6 +333,7 @@ class VLLMGenerator(AsyncEngine):
                 f"add '{name}': set generator.lora_others={max_adapters + 1}"
             )
         stored = load_adapter(directory)
+        stored.check_served(name)
         self._check_rank(stored.adapter)
         stored.check(self._shapes)
         check_expert_matrices(stored.weights)

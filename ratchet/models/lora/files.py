@@ -115,6 +115,18 @@ class StoredAdapter:
         lora = self.adapter.lora
         return _find_fused_paths(self.weights, lora.rank) if lora.target_parameters else frozenset()
 
+    def check_served(self, name: str) -> None:
+        """Raise ModelError if the adapter is for fused experts, which only the policy's can be.
+
+        name: its name in requests.
+        """
+        if self.adapter.lora.target_parameters:
+            raise ModelError(
+                f"adapter '{name}' is for fused experts (target_parameters), and an adapter beside "
+                "the policy's can't be. Serve the merged model: ratchet convert BASE NEW "
+                "--merge-lora ADAPTER"
+            )
+
     def check(
         self,
         shapes: Mapping[str, tuple[int, ...]],

@@ -94,6 +94,22 @@ def test_more_models_take_more(tmp_path: Path, override: str, part: str, factor:
     )
 
 
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ({"model_type": "qwen3_vl", "vision_config": {}}, "nothing counts its encoders"),
+        ({"model_type": "gpt_oss"}, "model_type 'gpt_oss' is not one of .*"),
+    ],
+)
+def test_a_model_that_is_not_counted_is_measured(tmp_path: Path, shape, reason: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    preset = "{preset: tiny, overrides: {hidden_size: 32, n_layers: 2}}"
+    text = RECIPE.replace(preset, f"{{path: {tmp_path}}}")
+    config = freeze(load_config(recipe(tmp_path, text), []))
+    with pytest.raises(ConfigError, match=rf"not {tmp_path}: {reason}\. .* RECIPE --try 60\.$"):
+        read_shape(config)
+
+
 @pytest.mark.slow
 def test_rows_of_a_history_window_are_short_and_many(tmp_path: Path) -> None:
     games = (

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from generators.vllm.test_fused_experts import pushed
 from models.lora.test_decoder import SHAPE, shaken
 from models.lora.test_experts import SPARSE
 
@@ -166,6 +167,8 @@ def test_names_that_are_not_there_and_adapters_that_do_not_fit(adapters, tmp_pat
     wide.attach(Adapter(LoRAConfig(rank=2)))
     with pytest.raises(ModelError, match="doesn't fit the model"):
         engine.add_adapter("wide", saved(wide, tmp_path))
+    with pytest.raises(ModelError, match=r"adapter 'two' is for fused experts .* --merge-lora"):
+        engine.add_adapter("two", pushed(tmp_path / "fused")[1])
 
 
 @pytest.mark.medium

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from generators.direct_link import DirectWeightSync
+from generators.vllm.test_fused_experts import pushed
 from pydantic import ValidationError
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
@@ -933,6 +934,8 @@ def test_adapters_that_it_was_not_started_for_or_that_do_not_fit_are_refused(
     )
     wide = replace(decoder.config, intermediate_size=2 * decoder.config.intermediate_size)
     refused("but the base model", "one", written("wide", wide, rank=2))
+    fused = pushed(tmp_path / "fused")[1]
+    refused("adapter 'one' is for fused experts .* --merge-lora", "one", fused)
     with pytest.raises(ConfigError, match="no adapter 'one': it serves base"):
         asyncio.run(generation.generate([1], Sampling(adapter="one")))
     with pytest.raises(ValidationError, match="set lora_rank too"):
