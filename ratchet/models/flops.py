@@ -12,15 +12,14 @@ from ratchet.config.lora import LoRAConfig
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.model_shape.lora_targets import (
     ATTENTION,
+    FUSED,
     MLP,
     get_expert_matrices,
+    list_fused_parameters,
     resolve_decoder_targets,
     resolve_target_modules,
     resolve_target_parameters,
 )
-
-# Number of matrices of an expert in each fused parameter of transformers.
-FUSED = {"gate_up_proj": 2, "down_proj": 1}
 
 
 @dataclass(frozen=True)
@@ -290,11 +289,7 @@ class DecoderCost:
     def _list_fused_targets(self, lora: LoRAConfig) -> dict[int, list[str]]:
         """Return the fused parameters of experts that get an adapter, by layer."""
         by_layer: dict[int, list[str]] = {}
-        names = {
-            f"model.layers.{layer}.mlp.experts.{parameter}": (layer, parameter)
-            for layer in self.shape.sparse_layers
-            for parameter in FUSED
-        }
+        names = list_fused_parameters(self.shape)
         for name in resolve_target_parameters(lora, names):
             layer, parameter = names[name]
             by_layer.setdefault(layer, []).append(parameter)

@@ -197,7 +197,12 @@ def leave_device(learner):
         for tensor in (
             *list_learner_tensors(learner.model, learner.optimizer),
             *list_gradient_buffers(learner.chunks),
-            *(p.main_grad for chunk in learner.model.chunks for p in chunk.parameters()),
+            *(
+                p.main_grad
+                for chunk in learner.chunks
+                for p in chunk.parameters()
+                if p.requires_grad
+            ),
         )
     ]
     assert all(storage.nbytes() for storage in memory)
@@ -216,7 +221,7 @@ def apart(rank, shape, options, adapter, directory):
     models = MegatronModels(
         MegatronConfig(micro_batch_tokens=MICRO, **options), torch.device("cpu"), torch.float32
     )
-    policy = models.load(ModelSource(shape=SHAPES[shape], seed=SEED))
+    policy = models.load(source(shape))
     batch, terms = weighed("grpo", 0)
 
     def columns(learner):

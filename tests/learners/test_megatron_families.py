@@ -22,6 +22,7 @@ from ratchet.config.model_shape.config_json import ORIGINAL_CONTEXT
 from ratchet.config.model_shape.lora_targets import ATTENTION, MLP
 from ratchet.models.load import load_policy
 from ratchet.models.lora.decoder import Adapter, merge_lazily
+from ratchet.models.lora.files import load_adapter
 from ratchet.models.weights.hf_weights import read_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("megatron")]
@@ -55,10 +56,18 @@ ADAPTED = {
     "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
     "deepseek_v3-full-queries": ("q_proj", "kv_a_proj_with_mqa", "o_proj"),
 }
+PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 def adapter_of(family):
     return Adapter(LoRAConfig(rank=2, alpha=4.0, target_modules=ADAPTED[family]), seed=5)
+
+
+def adapter_of_experts(family, parameters=PARAMETERS):
+    """Of GLM-4-MoE it is of experts alone."""
+    modules = () if family == "glm4_moe" else ADAPTED[family]
+    changes = {"target_modules": modules, "target_parameters": parameters}
+    return Adapter(adapter_of(family).lora.model_copy(update=changes), seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -123,16 +132,122 @@ def test_in_float64_ranks_agree_to_a_millionth(directory, family):
 
 
 def test_adapters_are_trained_as_pefts_are(directory, expected):
-    divisions = ("tp2", "ep2", "pp2", "tp2", "ep2")
-    names = list(zip(ADAPTED, divisions, ("grpo", "sft") * 3, strict=False))
+    names = {"glm4_moe": "tp2", "gpt_oss": "pp2", "deepseek_v3-full-queries": "ep2"}
     cases = [
-        {"shape": directory(f), "kind": k, "options": DIVISIONS[d], "adapter": adapter_of(f)}
-        for f, d, k in names
+        {"shape": directory(f), "kind": "grpo", "options": DIVISIONS[d], "adapter": adapter_of(f)}
+        for f, d in names.items()
     ]
-    for (family, division, kind), found in zip(names, run_cases(cases), strict=False):
+    for (family, division), found in zip(names.items(), run_cases(cases), strict=False):
         answers = [1] if division == "pp2" else [0, 1]
-        wanted = expected(family, kind, adapter_of(family))
-        check_alike(found, answers, wanted, kind, least=ROUNDING)
+        wanted = expected(family, "grpo", adapter_of(family))
+        check_alike(found, answers, wanted, "grpo", least=ROUNDING)
+
+
+EXPERT_DIVISIONS = {
+    "qwen2_moe": ("tp2", "ep2", "grpo"),
+    "glm4_moe": ("ep2", "pp2", "sft"),
+    "gpt_oss": ("tp2", "ep2", "grpo"),
+    "deepseek_v3": ("pp2", "tp2", "sft"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_of_fused_experts_are_trained_as_pefts_are(directory, expected, tmp_path, family):
+    """What two ranks saved goes on with the same bits, if offloaded too, and in another division."""
+    first, then, kind = EXPERT_DIVISIONS[family]
+    adapter = adapter_of_experts(family)
+
+    def case(division, **more):
+        common = {"shape": directory(family), "kind": kind, "adapter": adapter}
+        return {**common, "options": DIVISIONS[division], **more}
+
+    saved, exported = str(tmp_path / "saved"), tmp_path / "exported"
+    cases = [
+        case(first),
+        case(first, steps=2, saved_to=saved),
+        case(first, first=2, steps=1, loaded_from=saved, takes_turns=True),
+        case(then, first=2, steps=1, loaded_from=saved, exported_to=str(exported)),
+    ]
+    results = run_cases(cases)
+    wanted = expected(family, kind, adapter)
+    for found, division, step in ((results[0], first, 0), (results[-1], then, 2)):
+        answers = [1] if division == "pp2" else [0, 1]
+        check_alike(found, answers, wanted, kind, first=step, least=ROUNDING)
+    for unbroken, resumed in zip(results[0], results[2], strict=True):
+        assert resumed[0] == unbroken[0][2:]
+        pairs = zip(unbroken[1], resumed[1], strict=True)
+        assert all(torch.equal(before[-1], after[-1]) for before, after in pairs)
+    moved = [name for name in wanted[1] if ".experts." in name and ".lora_B." in name]
+    assert moved
+    assert all(wanted[1][name].any() for name in moved)
+    assert all(".lora_" in name for name in DcpFiles(Path(saved) / "megatron").tensors)
+    sent = assembled(results[-1])
+    base = {name: weight for name, weight in sent.items() if ".lora_" not in name}
+    low_rank = {name: weight for name, weight in sent.items() if name not in base}
+    factors = load_policy(directory(family)).resolve_expert_factors(adapter.lora)
+    merged = merge_lazily(base, low_rank, adapter.lora.scale, factors)
+    for name, weight in load_policy(exported).canonical_weights():
+        expected_weight = merged[name].to("cpu", torch.float32, copy=True)
+        # Experts are multiplied together there, and one by one here.
+        least = 1e-6 if name in factors else 0.0
+        torch.testing.assert_close(weight, expected_weight, rtol=0, atol=least, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_float64_adapters_of_fused_experts_agree_to_a_millionth(directory, family):
+    """An adapter of gate_up_proj without down_proj, on which peft nests no layer."""
+    adapter = adapter_of_experts(family, PARAMETERS[:1])
+    dtype, divisions = torch.float64, tuple(DIVISIONS) if family == "gpt_oss" else ("ep2",)
+    cases = [
+        {
+            "shape": directory(family),
+            "kind": "grpo",
+            "options": {**DIVISIONS[division], "distributed_optimizer": False},
+            "adapter": adapter,
+            "dtype": dtype,
+        }
+        for division in divisions
+    ]
+    wanted = alone(directory(family), "grpo", STEPS, adapter, dtype=dtype)
+    assert not any(".experts.base_layer." in name for name in wanted[1])
+    for found, division in zip(run_cases(cases), divisions, strict=True):
+        answers = [1] if division == "pp2" else [0, 1]
+        # transformers computes norms in float32, and B begins at 0.
+        check_alike(found, answers, wanted, "grpo", rtol=1e-6, least=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gpt_oss", {"data_parallel": 2, "expert_parallel": 2, "pipeline_parallel": 2}),
+        ("glm4_moe", {"data_parallel": 4, "expert_parallel": 2}),
+    ],
+)
+def test_fused_experts_rest_beside_their_adapter(directory, tmp_path, family, options):
+    """And four ranks export what one process reads."""
+    adapter = adapter_of_experts(family)
+    results = run_ranks(
+        4, "learners.megatron_cases:apart", directory(family), options, adapter, tmp_path
+    )
+    for base, off, on, first in filter(None, results):
+        assert torch.equal(base, off)
+        assert torch.equal(base, first)
+        assert not torch.equal(base, on)
+    stored = load_adapter(tmp_path / "adapter")
+    assert set(stored.adapter.lora.target_parameters) == set(PARAMETERS)
+    policy = load_policy(tmp_path / "base")
+    start = dict(load_policy(directory(family)).canonical_weights())
+    assert all(torch.equal(weight, start[name]) for name, weight in policy.canonical_weights())
+    policy.attach(adapter)
+    weights = dict(policy.adapter_weights())
+    assert weights.keys() == stored.weights.keys()
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(stored.weights[name])
+    merged = policy.merged_weights()
+    for name, weight in load_policy(tmp_path / "all").canonical_weights():
+        expected_weight = merged[name].to("cpu", torch.float32, copy=True)
+        torch.testing.assert_close(weight, expected_weight, rtol=1e-6, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -157,36 +272,3 @@ def test_what_tp2_saved_goes_on_at_ep2_and_is_exported(directory, expected, tmp_
     assert written.keys() == start.keys()
     for name in (name for name in start if name.endswith("e_score_correction_bias")):
         assert torch.equal(written[name], start[name])
-
-
-@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "deepseek_v3"])
-def test_an_adapter_that_tp2_saved_goes_on_at_pp2_and_is_merged(
-    directory, expected, tmp_path, family
-):
-    adapter = adapter_of(family)
-
-    def case(division, **more):
-        options = DIVISIONS[division]
-        return {
-            "shape": directory(family),
-            "kind": "grpo",
-            "options": options,
-            "adapter": adapter,
-            **more,
-        }
-
-    saved, exported = str(tmp_path / "saved"), tmp_path / "exported"
-    cases = [
-        case("tp2", steps=2, saved_to=saved),
-        case("pp2", first=2, steps=1, loaded_from=saved, exported_to=str(exported)),
-    ]
-    results = run_cases(cases)
-    wanted = expected(family, "grpo", adapter)
-    check_alike(results[-1], [1], wanted, "grpo", first=2, least=ROUNDING)
-    assert all(".lora_" in name for name in DcpFiles(Path(saved) / "megatron").tensors)
-    sent = assembled(results[-1])
-    low_rank = {name: weight for name, weight in sent.items() if ".lora_" in name}
-    base = {name: weight for name, weight in sent.items() if name not in low_rank}
-    merged = merge_lazily(base, low_rank, adapter.lora.scale)
-    for name, weight in load_policy(exported).canonical_weights():
-        assert torch.equal(weight, merged[name].to("cpu", torch.float32, copy=True)), name

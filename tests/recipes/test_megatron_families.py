@@ -17,6 +17,7 @@ RANKS_WITH_EXPERTS = {**MEGATRON, "data_parallel": 2, "expert_parallel": 2}
 
 
 LORA = {"rank": 2, "target_modules": ["q_b_proj", "kv_b_proj", "o_proj"]}
+EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ LORA = {"rank": 2, "target_modules": ["q_b_proj", "kv_b_proj", "o_proj"]}
         ("glm4_moe", {}),
         ("gpt_oss", {}),
         ("deepseek_v3", {}),
-        ("gpt_oss", {"lora": {"rank": 2}}),
+        ("gpt_oss", {"lora": {"rank": 2, **EXPERTS}}),
         ("deepseek_v3", {"lora": LORA}),
     ],
     ids=str,

@@ -17,6 +17,8 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 EXPERTS = {
     moe: (*moe.gate_up, moe.down) for family in FAMILIES.values() if (moe := family.moe) is not None
 }
+# The fused parameters of transformers' experts, in its order, with their number of matrices.
+FUSED = {"gate_up_proj": 2, "down_proj": 1}
 # Of all families.
 DECODER_NAMES = (*ATTENTION, *MLP, *(name for names in EXPERTS.values() for name in names))
 
@@ -28,10 +30,11 @@ def resolve_decoder_targets(config: DecoderConfig, lora: LoRAConfig) -> tuple[st
 
     Raises ConfigError for an unknown name.
     """
+    if isinstance(config, MegatronDecoderConfig):
+        resolve_target_parameters(lora, list_fused_parameters(config))  # refuses unknown names
+        return _resolve_megatron_targets(config, lora)
     if lora.target_parameters:
         raise ConfigError(refuse_target_parameters())
-    if isinstance(config, MegatronDecoderConfig):
-        return _resolve_megatron_targets(config, lora)
     dense = () if len(config.sparse_layers) == config.n_layers else MLP
     return resolve_target_modules(lora, (*ATTENTION, *dense, *get_expert_matrices(config)))
 
@@ -59,6 +62,15 @@ def _resolve_megatron_targets(config: MegatronDecoderConfig, lora: LoRAConfig) -
             f"adapt in a {config.family} model. Set lora.target_modules=[{', '.join(names)}]."
         )
     return resolve_target_modules(lora, names)
+
+
+def list_fused_parameters(config: DecoderConfig) -> dict[str, tuple[int, str]]:
+    """Return (layer, last part of the name) of the fused parameters of transformers' experts."""
+    return {
+        f"model.layers.{layer}.mlp.experts.{parameter}": (layer, parameter)
+        for layer in config.sparse_layers
+        for parameter in FUSED
+    }
 
 
 def get_expert_matrices(config: DecoderConfig) -> tuple[str, ...]:
@@ -109,10 +121,10 @@ def resolve_target_parameters(lora: LoRAConfig, available: Iterable[str]) -> tup
 
 
 def refuse_target_parameters() -> str:
-    """Return why a model that transformers doesn't run can't have `lora.target_parameters`."""
+    """Return why a model of Ratchet's own decoder can't have `lora.target_parameters`."""
     return (
-        "lora.target_parameters names fused experts of models that transformers trains, and "
-        "another backend trains this model. Name the experts' matrices in lora.target_modules"
+        "lora.target_parameters names fused experts, and Ratchet's own decoder, which this model "
+        "has, fuses none. Name the experts' matrices in lora.target_modules"
     )
 
 

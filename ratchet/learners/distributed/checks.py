@@ -11,16 +11,20 @@ from ratchet.config.model_shape.decoder_config import (
     DecoderConfig,
     unsupported_reason,
 )
-from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
+from ratchet.config.model_shape.lora_targets import (
+    list_fused_parameters,
+    resolve_decoder_targets,
+    resolve_target_parameters,
+)
 from ratchet.config.model_shape.megatron_decoder import (
     FAMILY_FACTS,
     explain_missing_layers,
     read_megatron_decoder,
 )
-from ratchet.errors import ModelError
+from ratchet.errors import ConfigError, ModelError
 from ratchet.learners.config import DTensorConfig, MegatronConfig
 from ratchet.learners.distributed.topology import build_first_shard, build_megatron_sizes
-from ratchet.models.parallel.megatron_sizes import Fp8Format, require_megatron
+from ratchet.models.parallel.megatron_sizes import Fp8Format, MegatronSizes, require_megatron
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 
 
@@ -66,11 +70,29 @@ def check_megatron_config(
 def _check_megatron_shape(
     section: MegatronConfig, shape: DecoderConfig, lora: LoRAConfig | None
 ) -> None:
-    build_megatron_sizes(section).check(shape)
+    sizes = build_megatron_sizes(section)
+    sizes.check(shape)
     if lora is not None:
         resolve_decoder_targets(shape, lora)
+        _check_adapted_stages(sizes, shape, lora)
     if section.fp8 is not None:
         Fp8Format(section.fp8, section.fp8_recipe).check_shape(shape, section.tensor_parallel)
+
+
+def _check_adapted_stages(sizes: MegatronSizes, shape: DecoderConfig, lora: LoRAConfig) -> None:
+    """Raise ConfigError if an adapter of experts alone leaves a pipeline rank nothing to train."""
+    if lora.target_modules:
+        return
+    parameters = list_fused_parameters(shape)
+    adapted = {parameters[name][0] for name in resolve_target_parameters(lora, parameters)}
+    for rank in range(sizes.pipeline):
+        stages = [sizes.stage(rank, chunk) for chunk in range(sizes.chunks)]
+        layers = [layer for stage in stages for layer in stage.range(shape.n_layers)]
+        if adapted.isdisjoint(layers):
+            raise ConfigError(
+                f"lora.target_modules=[] leaves pipeline rank {rank} nothing to train: its layers "
+                "have none of the adapted experts. Set lora.target_modules=[o_proj]."
+            )
 
 
 def _find_megatron_shape(model: PolicyModel) -> DecoderConfig:

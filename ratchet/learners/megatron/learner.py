@@ -49,6 +49,7 @@ from ratchet.models.layers.expert_routing import RouterMonitor
 from ratchet.models.layers.packed_inputs import PackedInputs
 from ratchet.models.megatron.blocks import is_model_weight
 from ratchet.models.megatron.build import MegatronStage
+from ratchet.models.megatron.fused_experts import join_fused_blocks
 from ratchet.models.megatron.policy import MegatronPolicy
 from ratchet.models.scalar_head import ScalarHead
 from ratchet.models.weights.weight_layout import cut_blocks
@@ -260,7 +261,7 @@ class MegatronLearner(RankLearner):
 
     def blocks(self, part: ExportedPart = "all") -> Iterator[Shard]:
         """Yield views of this rank's blocks. A scalar head belongs to the part "adapter"."""
-        blocks = self._cut_blocks(part)
+        blocks = join_fused_blocks(self._cut_blocks(part))
         return (
             pack_blocks(blocks, self.dimensions.experts)
             if self.dimensions.has_packed_experts

@@ -87,12 +87,25 @@ class StorageOffloader:
         self._contents, self._offloaded = [], []
 
 
+def list_real_optimizers(optimizer: Any) -> list[Any]:
+    """Return the parts of Megatron's optimizer that have parameters; [] without an optimizer.
+
+    With expert parallelism, experts have one of their own, and all other weights one that is empty
+    if an adapter is of experts alone.
+    """
+    return (
+        []
+        if optimizer is None
+        else [inner for inner in optimizer.chained_optimizers if not inner.is_stub_optimizer]
+    )
+
+
 def list_learner_tensors(model: Any, optimizer: Any) -> list[Tensor]:
     """Return the tensors of a `MegatronPolicy` and of its optimizer, master weights included."""
     tensors = [
         tensor for chunk in model.chunks for tensor in (*chunk.parameters(), *chunk.buffers())
     ]
-    for inner in () if optimizer is None else optimizer.chained_optimizers:
+    for inner in list_real_optimizers(optimizer):
         tensors += [parameter for group in inner.param_groups for parameter in group["params"]]
         tensors += [
             entry

@@ -24,10 +24,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,  # pyright: ignore[reportPrivateUsage]
     mcore_to_pyt_state_dict,
 )
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch.distributed import checkpoint
 
 from ratchet.checkpoint.manifest import MEGATRON_FOLDER
 from ratchet.errors import CheckpointError
+from ratchet.learners.megatron.offload import list_real_optimizers
 from ratchet.learners.optim.step_rules import OptimizerStepRules
 from ratchet.models.lora.files import check_base
 from ratchet.models.megatron.blocks import is_model_weight
@@ -126,7 +128,8 @@ def load_state(
         for number, chunk in enumerate(model.chunks):
             chunk.load_state_dict(state[f"model{number}"], strict=False)
         if optimizer is not None and step_rules is not None:
-            optimizer.load_state_dict(merge(settings, state["tensors"]))
+            real_optimizer = ChainedOptimizer(list_real_optimizers(optimizer))
+            real_optimizer.load_state_dict(merge(settings, state["tensors"]))
             _set_step(optimizer, step)
             step_rules.steps_taken = state["pace"]["taken"]
             step_rules.bad_steps = state["pace"]["bad"]
@@ -149,7 +152,7 @@ def _find_step(saved: Any) -> int:
 
 def _set_step(optimizer: Any, step: int) -> None:
     """Set the number of steps of all parameters."""
-    for chained in optimizer.chained_optimizers:
+    for chained in list_real_optimizers(optimizer):
         for group in chained.optimizer.param_groups:
             if "step" in group:
                 group["step"] = step
@@ -163,9 +166,7 @@ def _find_torch_adams(optimizer: Any) -> list[torch.optim.Optimizer]:
 
     Megatron uses it if neither Transformer Engine nor apex provides one.
     """
-    inner = (
-        [] if optimizer is None else [chained.optimizer for chained in optimizer.chained_optimizers]
-    )
+    inner = (chained.optimizer for chained in list_real_optimizers(optimizer))
     return [adam for adam in inner if isinstance(adam, torch.optim.Adam)]
 
 
@@ -199,7 +200,8 @@ def _make_sharded_state(
     }
     if optimizer is not None:
         model_states = state["model0"] if len(state) == 1 else dict(state)
-        state["optimizer"] = optimizer.sharded_state_dict(
+        real_optimizer = ChainedOptimizer(list_real_optimizers(optimizer))
+        state["optimizer"] = real_optimizer.sharded_state_dict(
             model_states, is_loading=is_loading, metadata=metadata
         )
     return state

@@ -23,6 +23,7 @@ from ratchet.models.layers.quantized import QuantizedMatrix
 from ratchet.models.lora.layers import FusedLoRA, SwitchableAdapter
 from ratchet.models.weights.hf_weights import SavableTensor
 from ratchet.models.weights.weight_layout import PEFT_PREFIX, WeightPiece, cut_blocks, list_pieces
+from ratchet.protocols import Shard
 
 
 @dataclass(frozen=True)
@@ -138,12 +139,16 @@ def init_adapters(
     Args:
         layout: The pieces of each adapter parameter, by parameter name.
     """
+    # Several parameters may have blocks of one weight: those of the experts of a fused parameter.
+    blocks_by_weight: dict[str, list[Shard]] = {}
     for name, parameter in adapter_parameters(module):
-        shapes = {piece.name: piece.shape for piece in layout[name]}
-        wholes = {weight: adapter.initial_weight(weight, shape) for weight, shape in shapes.items()}
         for block in cut_blocks(layout[name], parameter):
+            blocks_by_weight.setdefault(block.name, []).append(block)
+    for weight, blocks in blocks_by_weight.items():
+        whole = adapter.initial_weight(weight, blocks[0].shape)
+        for block in blocks:
             block.tensor.copy_(
-                wholes[block.name][
+                whole[
                     tuple(
                         slice(offset, offset + size)
                         for offset, size in zip(block.offsets, block.tensor.shape, strict=True)

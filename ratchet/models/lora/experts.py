@@ -15,7 +15,15 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from ratchet.config.lora import LoRAConfig
-from ratchet.config.model_shape.lora_targets import EXPERTS, is_target, resolve_target_parameters
+from ratchet.config.model_shape.lora_targets import (
+    EXPERTS,
+    FUSED,
+    MLP,
+    is_target,
+    list_fused_parameters,
+    resolve_target_parameters,
+)
+from ratchet.config.model_shape.megatron_decoder import MegatronDecoderConfig
 from ratchet.errors import ModelError
 from ratchet.models.lora.decoder import Factors
 from ratchet.models.lora.files import StoredAdapter
@@ -23,8 +31,6 @@ from ratchet.models.transformers.expert_parallel import find_stacked_experts
 from ratchet.models.weights.weight_layout import PEFT_PREFIX
 
 BASE_LAYER = "base_layer"  # peft's name of what a layer wraps
-# The order in which transformers registers the parameters of experts.
-PARAMETERS = ("gate_up_proj", "down_proj")
 # Families whose files have the parameters of experts as the model has them, [E, i, o].
 TRANSPOSED_FAMILIES = ("gpt_oss",)
 
@@ -128,7 +134,7 @@ def locate_stored_experts(
     targets = stored.adapter.lora.target_parameters
     located: dict[str, Factors] = {}
     for module in dict.fromkeys(map(strip_base_layers, sorted(stored.fused_paths))):
-        parameters = [f"{module}.{name}" for name in PARAMETERS]
+        parameters = [f"{module}.{name}" for name in FUSED]
         paths = nest_paths([name for name in parameters if is_target(name, targets)])
         for parameter, path in paths.items():
             a, b = (
@@ -166,11 +172,45 @@ def _name_in_files(
                 continue
             if f"{file_module}.{n_experts}.{parts[0]}.weight" in shapes:
                 return {}
-            return {
-                f"{file_module}.{expert}.{name}.weight": ExpertMatrix(
-                    path, n_experts, expert, part, len(parts)
-                )
-                for expert in range(n_experts)
-                for part, name in enumerate(parts)
-            }
+            return _split_experts(file_module, parts, path, n_experts)
     return {}
+
+
+def _split_experts(
+    module: str, parts: Sequence[str], path: str, n_experts: int
+) -> dict[str, Factors]:
+    """Return the factors of each expert's matrices, which are parts of a fused parameter."""
+    return {
+        f"{module}.{expert}.{name}.weight": ExpertMatrix(path, n_experts, expert, part, len(parts))
+        for expert in range(n_experts)
+        for part, name in enumerate(parts)
+    }
+
+
+def locate_decoder_experts(shape: MegatronDecoderConfig, lora: LoRAConfig) -> dict[str, Factors]:
+    """Return the factors of a decoder's expert weights that an adapter adapts, by name in files.
+
+    Raises ConfigError for a target that selects none of them.
+    """
+    located: dict[str, Factors] = {}
+    for parameter, factors in resolve_decoder_factors(shape, lora).items():
+        if factors.is_transposed:
+            located[parameter] = factors
+            continue
+        module, _, kind = parameter.rpartition(".")
+        *gate_up, down = MLP
+        parts = [down] if kind == "down_proj" else gate_up
+        located |= _split_experts(module, parts, factors.path, factors.n_experts)
+    return located
+
+
+def resolve_decoder_factors(
+    shape: MegatronDecoderConfig, lora: LoRAConfig
+) -> dict[str, ExpertFactors]:
+    """Return the factors of a decoder's fused parameters that an adapter adapts, by name.
+
+    Raises ConfigError for a target that selects none of them.
+    """
+    is_transposed = shape.family in TRANSPOSED_FAMILIES
+    every = ExpertFactors("", shape.n_experts, is_transposed)
+    return resolve_expert_factors(lora, dict.fromkeys(list_fused_parameters(shape), every))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -48,7 +49,6 @@ class FactorSharding:
     """The tensor-parallel sharding of an adapter's factors, for one kind of linear layer."""
 
     divided_factor: str  # the name of the divided factor
-    dim: int  # the dimension in which it is divided
     # Communication of A x before B multiplies it, without and with sequence parallelism.
     communicate: Callable[..., Tensor]
     communicate_sequence: Callable[..., Tensor]
@@ -62,11 +62,10 @@ class FactorSharding:
 # The backward pass of each communication is the forward pass of its counterpart, so the gradient
 # of A x is complete on every rank.
 DIVIDED_OUTPUTS = FactorSharding(
-    "lora_B", 0, copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+    "lora_B", copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 )
 DIVIDED_INPUTS = FactorSharding(
     "lora_A",
-    1,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
@@ -77,6 +76,10 @@ class LoRAFactors(nn.Module):
 
     The rows are those rows of the layer's matrix that belong to the target.
     """
+
+    # The dimension in which a factor is divided, if it is.
+    divided_dims: Mapping[str, int] = MappingProxyType({"lora_A": 1, "lora_B": 0})
+    pieces: Mapping[str, tuple[WeightPiece, ...]]  # by factor
 
     def __init__(self, weight: Tensor, adapted: Sequence[WeightPiece], rank: int) -> None:
         """Allocate the factors; `adapted` are the target's blocks in the layer's matrix."""
@@ -97,8 +100,13 @@ class LoRAFactors(nn.Module):
 
     def multiply_b(self, ax_ur: Tensor) -> list[tuple[range, Tensor]]:
         """Return (columns of the layer's output, B A x for these columns), computed from A x."""
-        outputs = F.linear(ax_ur, self.lora_B).split([len(span) for span in self.spans], dim=-1)
+        outputs = F.linear(ax_ur, self.b_rows).split([len(span) for span in self.spans], dim=-1)
         return list(zip(self.spans, outputs, strict=True))
+
+    @property
+    def b_rows(self) -> Tensor:
+        """B [rows, r], in the order of the layer's rows."""
+        return self.lora_B
 
 
 class ParallelLoRA(SwitchableAdapter):
@@ -107,14 +115,14 @@ class ParallelLoRA(SwitchableAdapter):
     def __init__(
         self,
         linear: AdaptableLinear,
-        targets: Mapping[str, Sequence[WeightPiece]],
+        targets: Mapping[str, LoRAFactors],
         lora: LoRAConfig,
         name: str,
     ) -> None:
-        """Allocate the factors.
+        """Mark the factors for Megatron.
 
         Args:
-            targets: pieces of each target, by name.
+            targets: the factors of each target, by name.
             name: see `SeededDropout`.
         """
         super().__init__()
@@ -125,16 +133,15 @@ class ParallelLoRA(SwitchableAdapter):
         self.sequence = linear.sequence_parallel and not self.is_expert
         self.outputs = len(weight)
         self.scale = lora.scale
-        self.targets = nn.ModuleDict(
-            {name: LoRAFactors(weight, pieces, lora.rank) for name, pieces in targets.items()}
-        )
+        self.targets = nn.ModuleDict(targets)
         # Ranks with different inputs need different dropout masks.
         has_own_inputs = self.sequence or self.sharding is DIVIDED_INPUTS
         suffix = f".{self.group.rank()}" if has_own_inputs else ""
         self.dropout = SeededDropout(lora.dropout, f"{name}{suffix}")
-        for factors in self.targets.values():
+        for factors in targets.values():
+            divided = self.sharding.divided_factor
             set_tensor_model_parallel_attributes(
-                getattr(factors, self.sharding.divided_factor), True, self.sharding.dim, 1
+                getattr(factors, divided), True, factors.divided_dims[divided], 1
             )
             # Under sequence parallelism each rank sees only some of the tokens, and of experts only
             # a part of the matrix. Megatron sums the gradients of parameters with this mark over
@@ -168,11 +175,13 @@ class ParallelLoRA(SwitchableAdapter):
     ) -> dict[str, Any]:
         """Return the factors in the form of Megatron's distributed checkpoints."""
         state: dict[str, Any] = {}
-        for name, factors in self.targets.items():
+        divided = self.sharding.divided_factor
+        for name, module in self.targets.items():
+            factors = cast(LoRAFactors, module)
             state |= make_sharded_tensors_for_checkpoint(
                 factors.state_dict(keep_vars=True),
                 f"{prefix}targets.{name}.",
-                {self.sharding.divided_factor: self.sharding.dim},
+                {divided: factors.divided_dims[divided]},
                 sharded_offsets,
                 tp_group=self.group,
                 dp_cp_group=metadata["dp_cp_group"],

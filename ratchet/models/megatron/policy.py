@@ -17,6 +17,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from ratchet.config.lora import LoRAConfig
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.model_shape.megatron_decoder import MegatronDecoderConfig
 from ratchet.models.flops import TokenCost
@@ -24,7 +25,8 @@ from ratchet.models.layers.attention import PackedAttention, TreeAttention
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.packed_inputs import PackedInputs
 from ratchet.models.layers.sink_attention import SinkAttention
-from ratchet.models.lora.decoder import Adapter
+from ratchet.models.lora.decoder import Adapter, Factors
+from ratchet.models.lora.experts import locate_decoder_experts
 from ratchet.models.megatron.blocks import StageParameter, fill_stages, list_stage_parameters
 from ratchet.models.megatron.build import MegatronStage, build_stages
 from ratchet.models.megatron.lora import attach
@@ -166,6 +168,12 @@ class MegatronPolicy(DistributedPolicy):
         dtype = torch.promote_types(weight_Vd.dtype, torch.float32)
         with torch.autocast(hidden_nd.device.type, enabled=False):
             return hidden_nd.to(dtype) @ weight_Vd.to(dtype).T
+
+    def resolve_expert_factors(self, lora: LoRAConfig) -> Mapping[str, Factors]:
+        shape = self._shape
+        return (
+            locate_decoder_experts(shape, lora) if isinstance(shape, MegatronDecoderConfig) else {}
+        )
 
     def attach(self, adapter: Adapter) -> None:
         attach(self.chunks, self.sizes, adapter)

@@ -19,7 +19,7 @@ REFUSED = {
     "lora.target_modules=[q_prj]": "no linear layer of the model is called 'q_prj'; did you "
     "mean 'q_proj'?",
     "lora.target_modules=[]": "target_modules=[] leaves nothing to adapt",
-    "lora.target_parameters=[mlp.experts.down_proj]": "another backend trains this model",
+    "lora.target_parameters=[mlp.experts.down_proj]": "own decoder, which this model has, fuses none",
     "lora.alfa=3": "lora.alfa: unknown key; did you mean 'alpha'?",
     "lora.target_modules=[w1]": "no linear layer of the model is called 'w1'",
     "generator={kind: vllm}": "lora.rank=4 is more than generator.lora_rank=0",

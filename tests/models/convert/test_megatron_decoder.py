@@ -121,6 +121,15 @@ def test_what_megatron_cannot_run_is_refused_before_processes_start(written):
     check_megatron(MegatronConfig(context_parallel=2), deepseek)
     with pytest.raises(ConfigError, match=r"q_proj has .* a deepseek_v3 model. Set"):
         check_megatron(MegatronConfig(), deepseek, LoRAConfig(target_modules=("q_proj",)))
+    parameters = ("mlp.experts.down_proj",)
+    experts = LoRAConfig(target_modules=(), target_parameters=parameters)
+    check_megatron(MegatronConfig(pipeline_parallel=2), deepseek, experts)
+    dense_first = MegatronConfig(pipeline_parallel=2, stage_layers=(1, 3))
+    with pytest.raises(ConfigError, match=r"rank 0 nothing .* Set lora.target_modules=\[o_proj\]"):
+        check_megatron(dense_first, deepseek, experts)
+    unknown = LoRAConfig(target_modules=(), target_parameters=("mlp.experts.up_proj",))
+    with pytest.raises(ConfigError, match=r"experts, which has mlp.experts.gate_up_proj, mlp"):
+        check_megatron(MegatronConfig(), deepseek, unknown)
 
 
 def test_latent_states_that_ranks_cannot_divide_are_refused(written):

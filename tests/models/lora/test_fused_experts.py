@@ -311,7 +311,7 @@ def test_what_is_no_fused_expert_is_refused(directory):
     with pytest.raises(ConfigError, match=r"has mlp.experts.gate_up_proj, mlp.experts.down_proj$"):
         policy.attach(Adapter(unknown))
     dense = init_policy(DecoderConfig(29, 16, 2, 4, 2, 8, 24), seed=1)
-    with pytest.raises(ConfigError, match="another backend trains this model"):
+    with pytest.raises(ConfigError, match="own decoder, which this model has, fuses none"):
         dense.attach(ADAPTER)
     with pytest.raises(ModelError, match=r"target_modules=\[q_proj, k_proj, v_proj, o_proj\]"):
         policy.attach(Adapter(LoRAConfig(target_parameters=PARAMETERS)))
