@@ -244,6 +244,13 @@ def test_a_learner_that_leaves_its_device_between_steps_computes_the_same(tmp_pa
     check_alike(results[len(cases) - 1], [1], expected("untied", "grpo"), "grpo", first=2)
 
 
+def test_experts_that_ranks_on_cpus_cannot_divide_are_refused():
+    options = {**SEQUENCE, "data_parallel": 2, "expert_parallel": 2}
+    case = {"shape": "sparse", "kind": "sft", "options": options}
+    for (found,) in run_ranks(4, "learners.megatron_cases:run", [case]):
+        assert "ModelError: learner.tensor_parallel=2 with learner.expert_parallel=2 needs" in found
+
+
 def test_weights_of_unequal_stages_are_saved_bit_for_bit(tmp_path):
     """What ranks of 3 and 2 layers save is what they send, to the converter as to ranks of 1 and 4
     or 4 and 1 layers, and two of those train on."""

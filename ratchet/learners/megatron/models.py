@@ -34,13 +34,21 @@ class MegatronModels:
     def load(self, origin: ModelSource) -> MegatronPolicy:
         """Return the rank's part of a model.
 
-        Raises ModelError if Megatron has no layers for its architecture.
+        Raises ModelError if Megatron has no layers for its architecture, or if ranks on CPUs can't
+        divide its experts so.
         """
         shape = origin.read_megatron_shape()
         if shape is None:
             raise ModelError(
                 "learner.kind=megatron has no layers for this architecture. Set "
                 "learner.kind=dtensor."
+            )
+        sizes = self.sizes
+        if self.device.type == "cpu" and shape.n_experts and min(sizes.tensor, sizes.experts) > 1:
+            raise ModelError(
+                f"learner.tensor_parallel={sizes.tensor} with learner.expert_parallel="
+                f"{sizes.experts} needs accelerators, because ranks on CPUs (gloo) can't gather "
+                "unequal numbers of tokens. Set learner.tensor_parallel=1."
             )
         model = self._allocate(shape)
         model.fill(origin.reader())
