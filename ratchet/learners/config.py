@@ -125,6 +125,14 @@ class DistributedConfig(LearnerSection):
     def uses_sequence_parallelism(self) -> bool:
         return self.sequence_parallel
 
+    @property
+    def can_share_prefixes(self) -> bool:
+        """Return True if a prefix that sequences share may be computed once.
+
+        Context parallelism can't divide it between ranks.
+        """
+        return self.context_parallel == 1
+
 
 class DTensorConfig(DistributedConfig):
     """The section of the learner that uses PyTorch's FSDP2.
@@ -197,6 +205,9 @@ class MegatronConfig(DistributedConfig):
     recompute: Literal["none", "attention", "full"] = "none"
     """Activations that the backward recomputes to save memory: none, those of attention, or those
     of whole layers."""
+    mtp_loss_scaling_factor: float = Field(0.0, ge=0)
+    """Factor of the loss of multi-token prediction, which is added to the stage's loss to train the
+    MTP layers of DeepSeek-V3 and GLM-4-MoE; 0: they are left out."""
 
     def check_keys(self) -> None:
         super().check_keys()
@@ -206,6 +217,11 @@ class MegatronConfig(DistributedConfig):
                 "stage_layers has the layers of the first and of the last rank too: remove "
                 "first_stage_layers and last_stage_layers"
             )
+
+    @property
+    def can_share_prefixes(self) -> bool:
+        # MTP layers read the token after each, and sequences go on differently after a prefix.
+        return super().can_share_prefixes and not self.mtp_loss_scaling_factor
 
     @property
     def fp8_format(self) -> str | None:

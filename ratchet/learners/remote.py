@@ -44,8 +44,8 @@ class RemoteLearner(Learner):
     device: the kind of device on which the ranks compute.
     unit: the unit that micro-batches never split.
     vocab_size: rows of the model's embedding.
-    shares_prefixes: True if the model computes a shared prefix once. It is ignored under context
-      parallelism, which can't divide a shared prefix between ranks.
+    shares_prefixes: True if the model computes a shared prefix once. It is ignored if `config`
+      does not allow it.
     """
 
     can_offload = True
@@ -67,7 +67,7 @@ class RemoteLearner(Learner):
         self.unit: Level = unit
         self.topology = build_topology(config)
         self.max_tokens = resolve_micro_batch_tokens(config.micro_batch_tokens, device)
-        self.shares_prefixes = shares_prefixes and self.topology.context == 1
+        self.shares_prefixes = shares_prefixes and config.can_share_prefixes
 
     async def score(
         self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0

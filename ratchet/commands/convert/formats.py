@@ -10,8 +10,8 @@ the names that Hugging Face gives them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from ratchet.commands.convert import megatron_format
 from ratchet.commands.convert.dcp import INDEX as DCP_INDEX
 from ratchet.commands.convert.dcp import Chunk, DcpFiles, write_chunks, write_index
 from ratchet.errors import CheckpointError, ModelError
-from ratchet.models.convert.dimensions import Dimensions
+from ratchet.models.convert.dimensions import Dimensions, count_mtp_layers, find_mtp_layers
 from ratchet.models.convert.megatron import MegatronShard, megatron_layout
 from ratchet.models.convert.packed_experts import (
     find_packed_name,
@@ -31,6 +31,7 @@ from ratchet.models.convert.packed_experts import (
     read_packed_experts,
     read_single_experts,
 )
+from ratchet.models.convert.tables import list_mtp_copies
 from ratchet.models.model_source import ReadBlock
 from ratchet.models.weights.hf_weights import (
     HEAD,
@@ -226,11 +227,17 @@ class Megatron(Dcp):
         return (directory / megatron_format.FORMAT).exists()
 
     def open(self, directory: Path, config: Config) -> Weights:
-        dimensions = Dimensions.from_hf(config)
+        dimensions = _read_dimensions(config, DcpFiles(directory).tensors)
         files = megatron_format.MegatronFiles(directory, dimensions)
         if not dimensions.has_packed_experts:
-            dtypes = {name: files.dtype(name) for name in files.shapes}
-            return Weights(files.shapes, dtypes, files.block)
+            copies = list_mtp_copies(dimensions)
+            names = {name: name for name in files.shapes} | copies
+
+            def read(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+                return files.block(names[name], offsets, sizes)
+
+            shapes = {name: files.shapes[stored] for name, stored in names.items()}
+            return Weights(shapes, {name: files.dtype(names[name]) for name in names}, read)
         return Weights(
             pack_shapes(files.shapes, dimensions.experts),
             {find_packed_name(name): files.dtype(name) for name in files.shapes},
@@ -238,7 +245,8 @@ class Megatron(Dcp):
         )
 
     def entries(self, weights: Weights, config: Config) -> Iterator[WriteEntry]:
-        dimensions = Dimensions.from_hf(config)
+        dimensions = _read_dimensions(config, weights.shapes)
+        weights = _drop_mtp_copies(weights, dimensions)
         layout = megatron_layout(dimensions, MegatronShard())
         expected = {piece.name: piece.shape for pieces in layout.values() for piece in pieces}
         read, find_name = weights.read, str
@@ -261,7 +269,7 @@ class Megatron(Dcp):
                 )
 
     def finish(self, directory: Path, records: Sequence[Record], config: Config) -> None:
-        dimensions = Dimensions.from_hf(config)
+        dimensions = _read_dimensions(config, [record["key"] for record in records])
         megatron_format.write_format(directory, dimensions)
         write_index(
             directory,
@@ -339,15 +347,40 @@ def _parse_chunk(record: Record) -> Chunk:
     return Chunk(**{**record, **tuples, "dtype": getattr(torch, record["dtype"])})
 
 
+def _read_dimensions(config: Config, names: Iterable[str]) -> Dimensions:
+    """Return the dimensions of a model, with MTP layers only if its weights have them.
+
+    names: as of `find_mtp_layers`.
+    """
+    return replace(Dimensions.from_hf(config), mtp_layers=find_mtp_layers(config, names))
+
+
+def _drop_mtp_copies(weights: Weights, dimensions: Dimensions) -> Weights:
+    """Return the weights without the copies of embedding and head that MTP layers have.
+
+    Megatron's MTP layers share both. Raises ModelError if a copy differs from its original.
+    """
+    copies = list_mtp_copies(dimensions)
+    for name, original in copies.items():
+        is_stored = {name, original} <= weights.shapes.keys()
+        if is_stored and not torch.equal(weights.read_whole(name), weights.read_whole(original)):
+            raise ModelError(
+                f"{name} differs from {original}, which Megatron's layers for multi-token "
+                "prediction share: convert a checkpoint in which it is a copy"
+            )
+    shapes = {name: shape for name, shape in weights.shapes.items() if name not in copies}
+    return replace(weights, shapes=shapes)
+
+
 def _select_canonical(weights: Weights, config: Config) -> Weights:
     """Return the weights without those that the model does not use.
 
-    These are constants of old checkpoints, multi-token prediction layers (which transformers does
-    not load either), and a tied head, which is a copy of the embedding.
+    These are constants of old checkpoints, layers that config.json does not count, and a tied head,
+    which is a copy of the embedding.
 
     Raises ModelError if a tied head differs from the embedding.
     """
-    n_layers = config.get("num_hidden_layers", 0)
+    n_layers = config.get("num_hidden_layers", 0) + count_mtp_layers(config)
     ignored = [
         name
         for name in weights.shapes

@@ -26,7 +26,10 @@ from ratchet.models.weights.weight_layout import WeightPiece
 from ratchet.utils.atomic_files import write_json
 
 FORMAT, COMMON = "metadata.json", "common.pt"
-LAYER_PARAMETER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# The layer's prefix, its number (None for layers of multi-token prediction), and the name in it.
+LAYER_PARAMETER = re.compile(
+    r"(decoder\.layers\.(\d+)\.|mtp\.layers\.\d+\.transformer_layer\.)(.+)"
+)
 EXPERT_PARAMETER = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 # Parameters with a row for each token, to which Megatron may add padding rows.
 VOCABULARY_PARAMETERS = (*EMBEDDING, *HEAD)
@@ -159,9 +162,9 @@ def list_possible_names(parameter: str) -> list[str]:
     into the matrix that follows them; such a norm has a second name.
     """
     match = LAYER_PARAMETER.fullmatch(parameter)
-    if match is None or match[2] not in FUSED:
+    if match is None or match[3] not in FUSED:
         return [parameter]
-    return [parameter, f"decoder.layers.{match[1]}.{FUSED[match[2]]}.layer_norm_weight"]
+    return [parameter, f"{match[1]}{FUSED[match[3]]}.layer_norm_weight"]
 
 
 def make_location(parameter: str, dimensions: Dimensions, *, stacked: bool) -> ParameterLocation:
@@ -176,17 +179,16 @@ def make_location(parameter: str, dimensions: Dimensions, *, stacked: bool) -> P
     match = LAYER_PARAMETER.fullmatch(parameter)
     if match is None:
         return ParameterLocation(parameter)
-    layer, suffix = int(match[1]), match[2]
-    index, stack_sizes = ((layer,), (dimensions.layers,)) if stacked else ((), ())
+    prefix, layer, suffix = match.groups()
+    index: tuple[int, ...] = ()
+    stack_sizes: tuple[int, ...] = ()
+    if stacked and layer is not None:
+        prefix, index, stack_sizes = "decoder.layers.", (int(layer),), (dimensions.layers,)
     if expert := EXPERT_PARAMETER.fullmatch(suffix):
         index = (*index, int(expert[1]))
         stack_sizes = (*stack_sizes, dimensions.experts)
         suffix = f"mlp.experts.experts.{expert[2]}"
-    return ParameterLocation(
-        f"decoder.layers.{suffix}" if stacked else f"decoder.layers.{layer}.{suffix}",
-        index,
-        stack_sizes,
-    )
+    return ParameterLocation(prefix + suffix, index, stack_sizes)
 
 
 # --- writing
@@ -202,10 +204,10 @@ def list_written_locations(parameter: str, dimensions: Dimensions) -> Iterator[P
     stacked = not dimensions.experts
     yield make_location(parameter, dimensions, stacked=stacked)
     match = LAYER_PARAMETER.fullmatch(parameter)
-    if match is None or match[2] not in FUSED:
+    if match is None or match[3] not in FUSED:
         return
-    rules = find_layer_rules(dimensions, int(match[1]))
-    if f"{FUSED[match[2]]}.weight" in rules:
+    rules = find_layer_rules(dimensions, int(match[2] or dimensions.layers))
+    if f"{FUSED[match[3]]}.weight" in rules:
         yield make_location(list_possible_names(parameter)[1], dimensions, stacked=stacked)
 
 
@@ -217,7 +219,7 @@ def list_empty_states(dimensions: Dimensions) -> list[str]:
     matrices = [
         name
         for name in megatron_layout(dimensions, MegatronShard())
-        if ".linear_" in name and name.endswith(".weight")
+        if name.endswith(".weight") and (".linear_" in name or ".eh_proj." in name)
     ]
     locations = [next(list_written_locations(name, dimensions)) for name in matrices]
     return [

@@ -99,6 +99,9 @@ class MegatronDecoderConfig(DecoderConfig):
     sinks: SinkAttentionShape | None = None
     # The unit of experts with biases, which come with a bias of the router; None: SwiGLU.
     clamped_glu: ClampedGLU | None = None
+    # Layers for multi-token prediction (MTP) behind the others. `read_megatron_decoder` leaves them
+    # out, as transformers does.
+    mtp_layers: int = 0
     hf: Mapping[str, Any] = field(default_factory=dict)  # content of config.json
 
     def _check_experts(self) -> None:

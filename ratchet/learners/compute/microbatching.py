@@ -39,19 +39,24 @@ def resolve_micro_batch_tokens(limit: int | str, device: str) -> int:
     return int(limit)
 
 
-def select_weighted_rows(batch: Batch, terms: Sequence[LossTerm]) -> list[int]:
-    """Return the indices of the sequences with a loss weight other than 0 in any term.
-
-    The other sequences add nothing to losses, gradients or metrics.
-    """
-    has_weight_S = torch.zeros(batch.n_sequences, dtype=torch.bool)
+def mask_weighted_rows(batch: Batch, terms: Sequence[LossTerm]) -> torch.Tensor:
+    """Return which sequences have a loss weight other than 0 in any term, bool [S]."""
+    has_weight_S = torch.zeros(batch.n_sequences, dtype=torch.bool, device=batch.starts_S.device)
     for term in terms:
         level, values, *_ = batch.weights[term.name]
         is_nonzero = values != 0
         if level == "token":
             is_nonzero = batch.sequence_sum(is_nonzero.double()) > 0
         has_weight_S |= is_nonzero[batch.group_S] if level == "group" else is_nonzero
-    return has_weight_S.nonzero()[:, 0].tolist()
+    return has_weight_S
+
+
+def select_weighted_rows(batch: Batch, terms: Sequence[LossTerm]) -> list[int]:
+    """Return the indices of the sequences with a loss weight other than 0 in any term.
+
+    The other sequences add nothing to losses, gradients or metrics.
+    """
+    return mask_weighted_rows(batch, terms).nonzero()[:, 0].tolist()
 
 
 def plan_microbatches(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ratchet.config.lora import LoRAConfig
@@ -18,12 +19,14 @@ from ratchet.config.model_shape.lora_targets import (
 )
 from ratchet.config.model_shape.megatron_decoder import (
     FAMILY_FACTS,
+    MegatronDecoderConfig,
     explain_missing_layers,
     read_megatron_decoder,
 )
 from ratchet.errors import ConfigError, ModelError
 from ratchet.learners.config import DTensorConfig, MegatronConfig
 from ratchet.learners.distributed.topology import build_first_shard, build_megatron_sizes
+from ratchet.models.convert.dimensions import count_mtp_layers
 from ratchet.models.parallel.megatron_sizes import Fp8Format, MegatronSizes, require_megatron
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 
@@ -70,6 +73,8 @@ def check_megatron_config(
 def _check_megatron_shape(
     section: MegatronConfig, shape: DecoderConfig, lora: LoRAConfig | None
 ) -> None:
+    if section.mtp_loss_scaling_factor:
+        shape = _add_mtp_layers(section, shape, lora)
     sizes = build_megatron_sizes(section)
     sizes.check(shape)
     if lora is not None:
@@ -93,6 +98,26 @@ def _check_adapted_stages(sizes: MegatronSizes, shape: DecoderConfig, lora: LoRA
                 f"lora.target_modules=[] leaves pipeline rank {rank} nothing to train: its layers "
                 "have none of the adapted experts. Set lora.target_modules=[o_proj]."
             )
+
+
+def _add_mtp_layers(
+    section: MegatronConfig, shape: DecoderConfig, lora: LoRAConfig | None
+) -> DecoderConfig:
+    """Return the shape with its layers for multi-token prediction (MTP), which are to be trained.
+
+    Raises ModelError or ConfigError if they can't be.
+    """
+    key = "learner.mtp_loss_scaling_factor"
+    setting = f"{key}={section.mtp_loss_scaling_factor} trains layers for multi-token prediction"
+    layers = count_mtp_layers(shape.hf) if isinstance(shape, MegatronDecoderConfig) else 0
+    if not layers:
+        raise ModelError(f"{setting}, which this {shape.family} model lacks. Set {key}=0.")
+    for other, is_set in (("lora", lora is not None), ("learner.fp8", section.fp8 is not None)):
+        if is_set:
+            raise ConfigError(
+                f"{setting}, which {other} leaves out. Set {key}=0, or remove {other}."
+            )
+    return replace(shape, mtp_layers=layers)
 
 
 def _find_megatron_shape(model: PolicyModel) -> DecoderConfig:

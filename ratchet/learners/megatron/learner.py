@@ -35,6 +35,7 @@ from ratchet.learners.distributed.base import RankForward, RankLearner
 from ratchet.learners.distributed.frozen_fingerprint import fingerprint_across_ranks
 from ratchet.learners.distributed.topology import Topology
 from ratchet.learners.export import HEAD, export_blocks
+from ratchet.learners.megatron.multi_token_prediction import MTPLoss, add_mtp_copies
 from ratchet.learners.megatron.offload import (
     StorageOffloader,
     list_gradient_buffers,
@@ -57,8 +58,9 @@ from ratchet.protocols import ExportedPart, LossTerm, Shard
 
 ROUTER_BIAS = "e_score_correction_bias"  # the end of the name of a router's bias in files
 # A function that the last pipeline stage calls with (index of the micro-batch, its final hidden
-# states [T, d]). Megatron's schedule gets its result.
-OutputFunction = Callable[[int, Tensor], Any]
+# states [T, d] and those of each layer of multi-token prediction that is trained). Megatron's
+# schedule gets its result.
+OutputFunction = Callable[[int, Sequence[Tensor]], Any]
 
 
 class MegatronLearner(RankLearner):
@@ -110,6 +112,10 @@ class MegatronLearner(RankLearner):
         super().__init__(forward, topology, dist.get_rank(), gradient_group, step_rules)
         self.model = model
         self.autocast = autocast
+        # The loss of multi-token prediction (MTP); None for a critic and where it is not trained.
+        self.mtp_loss: MTPLoss | None = None
+        if config.mtp_loss_scaling_factor and optimizer is not None and head is None:
+            self.mtp_loss = MTPLoss(model, forward, config.mtp_loss_scaling_factor)
         self.dimensions = Dimensions.from_config(model.shape)
         self.stage_parameters = list(model.stage_parameters())
         self.chunks: list[Any] = list(model.chunks)
@@ -134,9 +140,9 @@ class MegatronLearner(RankLearner):
     ) -> list[Mapping[str, Tensor]]:
         device_micros = [micro.to(self.forward.device, self.forward.dtype) for micro in micros]
 
-        def columns(number: int, hidden_Td: Tensor) -> Mapping[str, Tensor]:
+        def columns(number: int, states: Sequence[Tensor]) -> Mapping[str, Tensor]:
             return self.forward.score(
-                device_micros[number], output_names, top_k=top_k, hidden_Td=hidden_Td
+                device_micros[number], output_names, top_k=top_k, hidden_Td=states[0]
             )
 
         with torch.no_grad():
@@ -148,11 +154,18 @@ class MegatronLearner(RankLearner):
         device_micros = [micro.to(self.forward.device, self.forward.dtype) for micro in micros]
         monitors = [self.forward.make_monitor(terms) for _ in device_micros]
         zero_tokens = torch.zeros((), dtype=torch.int, device=self.forward.device)
-
-        def loss(number: int, hidden_Td: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-            total, metrics = self.forward.losses(
-                device_micros[number], hidden_Td, terms, monitors[number]
+        if self.mtp_loss is not None:
+            self.mtp_loss.begin_step(
+                device_micros, terms, self.gradient_group, self.topology.context
             )
+
+        def loss(
+            number: int, states: Sequence[Tensor]
+        ) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+            micro = device_micros[number]
+            total, metrics = self.forward.losses(micro, states[0], terms, monitors[number])
+            if self.mtp_loss is not None:
+                total, metrics = self.mtp_loss.add(micro, terms, states[1:], total, metrics)
             return total, zero_tokens, metrics
 
         return self._run(device_micros, monitors, loss, forward_only=False)
@@ -172,8 +185,14 @@ class MegatronLearner(RankLearner):
         ]
         if not forward_only:
             micro_inputs = [
-                replace(packed, seed=self._derive_seed(number))
-                for number, packed in enumerate(micro_inputs)
+                replace(
+                    packed,
+                    seed=self._derive_seed(number),
+                    later_tokens_KU=(
+                        None if self.mtp_loss is None else self.mtp_loss.pack_later_tokens(micro)
+                    ),
+                )
+                for number, (packed, micro) in enumerate(zip(micro_inputs, micros, strict=True))
             ]
         longest = (
             max(len(packed.tokens_U) for packed in micro_inputs)
@@ -189,7 +208,12 @@ class MegatronLearner(RankLearner):
             return out, partial(compute_output, number)
 
         def compute_output(number: int, out: Tensor, non_loss_data: bool = False) -> Any:
-            return output_function(number, self.model.unpad_hidden(micro_inputs[number], out))
+            packed = micro_inputs[number]
+            later = packed.later_tokens_KU
+            states = out.chunk(1 if later is None else 1 + len(later))
+            return output_function(
+                number, [self.model.unpad_hidden(packed, state) for state in states]
+            )
 
         results = get_forward_backward_func()(
             forward_step_func=run_forward,
@@ -250,7 +274,14 @@ class MegatronLearner(RankLearner):
 
     def weights(self) -> Iterator[Shard]:
         is_frozen = self.model.adapter is not None
+        # The model that generates lacks MTP layers, as in transformers.
+        n_layers = self.dimensions.layers
+        mtp_prefixes = tuple(
+            f"model.layers.{n_layers + number}." for number in range(self.model.mtp_layers)
+        )
         for block in self.blocks("base"):
+            if block.name.startswith(mtp_prefixes):
+                continue
             if isinstance(self.model.shape, MegatronDecoderConfig):
                 # Generators run the model by transformers, and the biases of routers never change.
                 if block.name.endswith(ROUTER_BIAS):
@@ -281,7 +312,8 @@ class MegatronLearner(RankLearner):
         self, directory: Path, *, averaged: bool = False, part: ExportedPart = "all"
     ) -> None:
         assert not averaged, "the configuration does not allow ema_decay with this learner"
-        export_blocks(self.model, self.blocks(part), self.rank, directory, part)
+        blocks = add_mtp_copies(self.blocks(part), self.dimensions)
+        export_blocks(self.model, blocks, self.rank, directory, part)
 
     @cached_property
     def base_fingerprint(self) -> str | None:
@@ -334,8 +366,8 @@ def _renew_parameters(model: MegatronPolicy) -> None:
 def _attach_head(model: MegatronPolicy, device: torch.device) -> ScalarHead:
     """Return a new scalar head, attached to the model on the last pipeline stage.
 
-    An untied language head is frozen: its logits are not used, but the optimizer would decay its
-    weights.
+    An untied language head and MTP layers are frozen: they are not used, but the optimizer would
+    decay their weights.
     """
     head = ScalarHead(model.hidden_size).to(
         device, torch.promote_types(next(model.parameters()).dtype, torch.float32)
@@ -345,6 +377,8 @@ def _attach_head(model: MegatronPolicy, device: torch.device) -> ScalarHead:
         last.scalar = head
         if not model.shape.tied:
             last.output_layer.requires_grad_(False)
+        if last.mtp_process:
+            last.mtp.requires_grad_(False)
     return head
 
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.config.model_shape.megatron_decoder import MegatronDecoderConfig
 from ratchet.config.resolve import resolve
 from ratchet.errors import ModelError
 from ratchet.learners.config import MegatronConfig
 from ratchet.learners.distributed.role_spec import RoleSpec
 from ratchet.learners.distributed.topology import build_megatron_sizes, build_topology
 from ratchet.learners.megatron.learner import MegatronLearner
+from ratchet.models.convert.dimensions import find_mtp_layers
 from ratchet.models.megatron.build import destroy_process_groups, init_process_groups
 from ratchet.models.megatron.policy import MegatronPolicy
 from ratchet.models.model_source import ModelSource
 from ratchet.models.parallel.megatron_sizes import Fp8Format
 from ratchet.models.policy import PolicyModel
+from ratchet.models.weights.hf_weights import WeightFiles
 
 
 class MegatronModels:
@@ -50,9 +55,17 @@ class MegatronModels:
                 f"{sizes.experts} needs accelerators, because ranks on CPUs (gloo) can't gather "
                 "unequal numbers of tokens. Set learner.tensor_parallel=1."
             )
-        model = self._allocate(shape)
+        model = self._allocate(self._add_mtp_layers(shape, origin))
         model.fill(origin.reader())
         return model
+
+    def _add_mtp_layers(self, shape: DecoderConfig, origin: ModelSource) -> DecoderConfig:
+        """Return the shape with the MTP layers of the model's files, if they are to be trained."""
+        is_wanted = self.config.mtp_loss_scaling_factor and origin.path is not None
+        if not is_wanted or not isinstance(shape, MegatronDecoderConfig):
+            return shape
+        names = WeightFiles.find(origin.directory()).files
+        return replace(shape, mtp_layers=find_mtp_layers(shape.hf, names))
 
     def copy(self, policy: PolicyModel) -> MegatronPolicy:
         """Return a copy of the policy with its current weights."""

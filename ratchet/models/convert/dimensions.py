@@ -5,8 +5,8 @@ This module does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ratchet.config.model_shape.decoder_config import FAMILIES, DecoderConfig
@@ -33,6 +33,8 @@ LACKS: Mapping[str, str] = {
     "gemma3_text": GEMMA_3,
     "qwen3_next": "Megatron Core 0.16 runs its gated delta layers only with fla's CUDA kernels",
 }
+# The families whose files may have layers for multi-token prediction (MTP).
+MTP_FAMILIES = ("deepseek_v3", "glm4_moe")
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,14 @@ class Dimensions:
     tied: bool = False  # True if the head is the embedding
     # rows of Megatron's embedding over all ranks, including padding; 0: not set
     padded_vocabulary: int = 0
+    # layers for multi-token prediction (MTP), behind the others; 0 unless the caller sets it, see
+    # `find_mtp_layers`
+    mtp_layers: int = 0
+
+    @property
+    def double_hidden(self) -> int:
+        """Return the columns of `eh_proj`: those of an embedding, then of a hidden state."""
+        return 2 * self.hidden
 
     def size(self, name: str) -> int:
         """Return the size in the field `name`, or the number that `name` spells."""
@@ -111,7 +121,7 @@ class Dimensions:
     def from_config(cls, config: DecoderConfig) -> Dimensions:
         """Return the sizes of a decoder of the learner."""
         if isinstance(config, MegatronDecoderConfig):
-            return cls.from_hf(config.hf)
+            return replace(cls.from_hf(config.hf), mtp_layers=config.mtp_layers)
         return cls(
             family=config.family,
             layers=config.n_layers,
@@ -132,6 +142,25 @@ class Dimensions:
             dense_layers=config.dense_layers,
             tied=config.tied,
         )
+
+
+def count_mtp_layers(hf: Mapping[str, Any]) -> int:
+    """Return the number of MTP layers in a `config.json`; 0 for families without a map of them."""
+    is_mapped = hf.get("model_type") in MTP_FAMILIES
+    return int(hf.get("num_nextn_predict_layers") or 0) if is_mapped else 0
+
+
+def find_mtp_layers(hf: Mapping[str, Any], names: Iterable[str]) -> int:
+    """Return the number of MTP layers of stored weights.
+
+    It is that of `config.json`, or 0 if the weights have none: transformers neither reads nor
+    writes these layers, and still counts them in the `config.json` that it writes.
+
+    Args:
+        names: The names of the weights, or of a Megatron checkpoint's tensors.
+    """
+    prefixes = (f"model.layers.{hf.get('num_hidden_layers')}.", "mtp.layers.")
+    return count_mtp_layers(hf) if any(name.startswith(prefixes) for name in names) else 0
 
 
 def _check_config(family: str, hf: Mapping[str, Any]) -> None:

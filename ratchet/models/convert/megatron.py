@@ -27,6 +27,7 @@ from ratchet.models.convert.tables import (
     FUSED,
     GROUPED,
     HEAD,
+    MTP_LAYER,
     TIED_HEAD,
     Rules,
     find_layer_rules,
@@ -72,6 +73,8 @@ class MegatronShard(ModelShard):
                 "rows of latent queries": dimensions.q_rank,
                 "rows of latent keys": dimensions.latent_keys,
             }
+        if dimensions.mtp_layers:
+            totals["rows of eh_proj"] = dimensions.hidden
         check_even(n, totals | {"columns of shared experts": dimensions.shared_width})
         check_even(
             (self.expert_tensor or self.tensor).count,
@@ -123,20 +126,39 @@ def _list_parameters(
         yield from apply_rules(EMBEDDING)
     for local_layer, layer in enumerate(shard.pipeline.range(dimensions.layers)):
         rules = find_layer_rules(dimensions, layer)
-        for name, rule in rules.items():
-            module_name, shard_index = _locate_parameter(name, rules, shard)
-            for local_expert, expert in enumerate(
-                shard.experts.range(dimensions.experts) if "{expert}" in name else [0]
-            ):
-                pieces = rule.pieces(f"model.layers.{layer}.", dimensions, shard_index, expert)
-                local_name = module_name.format(expert=local_expert)
-                yield f"decoder.layers.{local_layer}.{local_name}", tuple(pieces)
+        yield from _list_layer(dimensions, shard, rules, f"decoder.layers.{local_layer}.", layer)
     if shard.is_last:
         yield from apply_rules(FINAL_NORM)
+        # Megatron's MTP layers are on the last stage, with a copy of the embedding.
+        if dimensions.mtp_layers and not shard.is_first:
+            yield from apply_rules(EMBEDDING)
+        for mtp_layer in range(dimensions.mtp_layers):
+            prefix, layer = f"mtp.layers.{mtp_layer}.", dimensions.layers + mtp_layer
+            yield from _list_layer(dimensions, shard, MTP_LAYER, prefix, layer)
+            rules, prefix = find_layer_rules(dimensions, layer), f"{prefix}transformer_layer."
+            yield from _list_layer(dimensions, shard, rules, prefix, layer)
         if not dimensions.tied:
             yield from apply_rules(HEAD)
         elif not shard.is_first:
             yield from apply_rules(TIED_HEAD)
+
+
+def _list_layer(
+    dimensions: Dimensions, shard: MegatronShard, rules: Rules, module_prefix: str, layer: int
+) -> Iterator[tuple[str, tuple[WeightPiece, ...]]]:
+    """Yield (name, pieces) of each parameter of a layer.
+
+    Args:
+        module_prefix: The layer's prefix in the Megatron model.
+        layer: The layer's index in the names of canonical weights.
+    """
+    for name, rule in rules.items():
+        module_name, shard_index = _locate_parameter(name, rules, shard)
+        for local_expert, expert in enumerate(
+            shard.experts.range(dimensions.experts) if "{expert}" in name else [0]
+        ):
+            pieces = rule.pieces(f"model.layers.{layer}.", dimensions, shard_index, expert)
+            yield f"{module_prefix}{module_name.format(expert=local_expert)}", tuple(pieces)
 
 
 def _locate_parameter(name: str, rules: Rules, shard: MegatronShard) -> tuple[str, ShardIndex]:

@@ -142,6 +142,29 @@ SPARSE_MLPS: Mapping[str, Rules] = {
 }
 
 
+# What a layer for multi-token prediction (MTP, DeepSeek-V3, arXiv:2412.19437, section 2.2) has
+# beside an ordinary layer, which Megatron names `transformer_layer`. Both sides multiply `eh_proj`
+# by the embedding and the hidden state in this order, the reverse of equation 21.
+MTP_LAYER = {
+    "enorm.weight": whole("enorm.weight [hidden]"),
+    "hnorm.weight": whole("hnorm.weight [hidden]"),
+    "eh_proj.weight": rows("eh_proj.weight [hidden, double_hidden]"),
+    "final_layernorm.weight": whole("shared_head.norm.weight [hidden]"),
+}
+# Weights of an MTP layer in Hugging Face's files that are copies of the embedding and of the head.
+MTP_EMBEDDING, MTP_HEAD = "embed_tokens.weight", "shared_head.head.weight"
+
+
+def list_mtp_copies(dimensions: Dimensions) -> dict[str, str]:
+    """Return the weight that each weight of MTP layers is a copy of."""
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    copies: dict[str, str] = {}
+    for layer in range(dimensions.layers, dimensions.layers + dimensions.mtp_layers):
+        copies[f"model.layers.{layer}.{MTP_EMBEDDING}"] = embedding
+        copies[f"model.layers.{layer}.{MTP_HEAD}"] = embedding if dimensions.tied else head
+    return copies
+
+
 def find_layer_rules(dimensions: Dimensions, layer: int) -> Rules:
     """Return the rules of a model's layer, counted from 0."""
     rules: dict[str, Rule] = {**NORMS}

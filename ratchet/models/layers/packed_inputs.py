@@ -45,6 +45,9 @@ class PackedInputs:
     seed: int | None = None
     # int64, indices of the output tokens among the U tokens; None: all U final states are computed.
     output_index_n: Tensor | None = None
+    # int64 [K, U], row k - 1: the token k places after each token of its sequence, which the
+    # Megatron learner sets to train K layers of multi-token prediction.
+    later_tokens_KU: Tensor | None = None
 
     def to(self, device: torch.device) -> PackedInputs:
         """Return the inputs on the device that computes, for which `attend` was planned."""
@@ -76,6 +79,9 @@ class PackedInputs:
             positions_U=F.pad(self.positions_U, padding),
             attend=PaddedAttention(self.attend, n_tokens),
             routing=None if self.routing is None else self.routing.pad(tokens),
+            later_tokens_KU=(
+                None if self.later_tokens_KU is None else F.pad(self.later_tokens_KU, padding)
+            ),
         )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ratchet.models.convert.dimensions import Dimensions
 from ratchet.models.convert.megatron import Layout, MegatronShard, fill_parameters, megatron_layout
 from ratchet.models.convert.packed_experts import read_single_experts
+from ratchet.models.convert.tables import EMBEDDING
 from ratchet.models.lora.decoder import is_adapter_parameter
 from ratchet.models.megatron.build import MegatronStage
 from ratchet.models.megatron.low_rank import LoRAFactors, belongs_to_expert
@@ -71,8 +72,11 @@ def list_stage_parameters(
                 if name.startswith(SCALAR)
                 else layout[name]
             )
-            # A tied head is a copy of the embedding, which the first stage saves and sends.
-            is_copy = name == "output_layer.weight" and stage.shape.tied
+            # A tied head is a copy of the embedding, which the first stage saves and sends. A last
+            # stage with MTP layers has a copy under the embedding's own name.
+            is_copy = (name == "output_layer.weight" and stage.shape.tied) or (
+                name in EMBEDDING and not stage.pre_process
+            )
             yield StageParameter(name, parameter, pieces, not is_copy and _is_owner(parameter))
 
 

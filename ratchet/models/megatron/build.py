@@ -31,6 +31,12 @@ from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.packed_inputs import PackedInputs
 from ratchet.models.layers.rope import RotaryTable
 from ratchet.models.megatron.layer_modules import MegatronRMSNorm, PackedForwardParams, layer_spec
+from ratchet.models.megatron.multi_token_prediction import (
+    count_built_mtp_layers,
+    make_mtp_spec,
+    run_mtp_layers,
+    set_router_shape,
+)
 from ratchet.models.parallel.collectives import gather
 from ratchet.models.parallel.megatron_sizes import Fp8Format, MegatronSizes, padded_vocabulary
 from ratchet.models.scalar_head import ScalarHead
@@ -96,6 +102,9 @@ class MegatronStage(GPTModel):
             share_embeddings_and_output_weights=shape.tied,
             position_embedding_type="none",  # `PackedCoreAttention` rotates queries and keys
             vp_stage=chunk if sizes.chunks > 1 else None,
+            mtp_block_spec=(
+                make_mtp_spec(shape) if stage_index.index == stage_index.count - 1 else None
+            ),
         )
         self.shape = shape  # the shape of the whole model
         self.stage_index = stage_index
@@ -115,6 +124,8 @@ class MegatronStage(GPTModel):
                 router: Any = module.mlp.router
                 router.sparse_index = shape.sparse_layers.index(layer)
                 router.shape = shape
+        if self.mtp_process:
+            set_router_shape(self.mtp.layers, shape)
 
     @property
     def head_weight(self) -> Tensor:
@@ -130,7 +141,8 @@ class MegatronStage(GPTModel):
         """Return the hidden states after these layers.
 
         The last stage returns [T, d], the same on all ranks of a tensor-parallel group. Other
-        stages return [t, 1, d] for the next one, which receives it by `set_input_tensor`.
+        stages return [t, 1, d] for the next one, which receives it by `set_input_tensor`. If the
+        inputs have later tokens, the states of each MTP layer follow: [(1 + K) * T, d].
         """
         dtype = torch.promote_types(self.config.params_dtype, torch.float32)
         cos_T1D, sin_T1C = self.rotary(packed.positions_U, dtype)
@@ -149,7 +161,14 @@ class MegatronStage(GPTModel):
         x = self.decoder(hidden_states=x, attention_mask=None, packed_seq_params=params)
         if not self.post_process:
             return x
-        x_td = x[:, 0]
+        if packed.later_tokens_KU is None:
+            return self._gather_tokens(x)
+        states = run_mtp_layers(self.mtp.layers, self.embedding, x, packed.later_tokens_KU, params)
+        return torch.cat([self._gather_tokens(x), *map(self._gather_tokens, states)])
+
+    def _gather_tokens(self, x_t1d: Tensor) -> Tensor:
+        """Return the states of all tokens [T, d]."""
+        x_td = x_t1d[:, 0]
         return (
             gather(x_td, self.tensor, same_use_on_all_ranks=True)
             if self.tensor is not None and self.config.sequence_parallel
@@ -242,7 +261,8 @@ def transformer_config(
         context_parallel_size=sizes.context,
         pipeline_model_parallel_size=sizes.pipeline,
         virtual_pipeline_model_parallel_size=sizes.chunks if sizes.chunks > 1 else None,
-        pipeline_model_parallel_layout=_make_stage_layout(shape.n_layers, sizes),
+        mtp_num_layers=count_built_mtp_layers(shape) or None,
+        pipeline_model_parallel_layout=_make_stage_layout(shape, sizes),
         # In an interleaved pipeline of two ranks, each rank both precedes and follows the other.
         # Batched messages would be mixed up.
         overlap_p2p_comm=sizes.chunks > 1,
@@ -265,13 +285,14 @@ def transformer_config(
     )
 
 
-def _make_stage_layout(n_layers: int, sizes: MegatronSizes) -> list[list[str]] | None:
+def _make_stage_layout(shape: DecoderConfig, sizes: MegatronSizes) -> list[list[str]] | None:
     """Return the modules of each pipeline stage; None if all stages have as many layers."""
-    layers = sizes.stage(0).count_layers(n_layers)
+    layers = sizes.stage(0).count_layers(shape.n_layers)
     if len(set(layers)) == 1:
         return None
     stages = [["decoder"] * count for count in layers]
-    return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
+    last = [*stages[-1], *["mtp"] * count_built_mtp_layers(shape), "loss"]
+    return [["embedding", *stages[0]], *stages[1:-1], last]
 
 
 def _make_latent_options(shape: DecoderConfig) -> dict[str, Any]:

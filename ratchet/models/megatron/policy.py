@@ -30,6 +30,7 @@ from ratchet.models.lora.experts import locate_decoder_experts
 from ratchet.models.megatron.blocks import StageParameter, fill_stages, list_stage_parameters
 from ratchet.models.megatron.build import MegatronStage, build_stages
 from ratchet.models.megatron.lora import attach
+from ratchet.models.megatron.multi_token_prediction import count_built_mtp_layers
 from ratchet.models.model_source import ReadBlock
 from ratchet.models.parallel.collectives import Group, sum_backward
 from ratchet.models.parallel.context_parallel import ContextAttention
@@ -79,6 +80,16 @@ class MegatronPolicy(DistributedPolicy):
     @property
     def shape(self) -> DecoderConfig:
         return self._shape
+
+    @property
+    def mtp_layers(self) -> int:
+        """The number of layers for multi-token prediction."""
+        return count_built_mtp_layers(self._shape)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """False with MTP layers: the tokens after a shared prefix differ between its sequences."""
+        return super().shares_prefixes and not self.mtp_layers
 
     @property
     def token_cost(self) -> TokenCost | None:

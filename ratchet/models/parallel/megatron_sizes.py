@@ -157,6 +157,13 @@ class MegatronSizes:
     def _check_family(self, shape: MegatronDecoderConfig) -> None:
         """Raise ModelError if ranks can't divide what only some families have."""
         totals = {"columns of shared experts": shape.shared_intermediate_size}
+        if shape.mtp_layers:
+            totals["rows of eh_proj"] = shape.hidden_size
+            if shape.tied:
+                raise ModelError(
+                    "learner.mtp_loss_scaling_factor is not for a model with tie_word_embeddings: "
+                    "set it to 0"
+                )
         if shape.latent is not None:
             totals["rows of latent queries"] = shape.latent.q_rank
             totals["rows of latent keys"] = shape.latent.kv_rank + shape.rotary_dim

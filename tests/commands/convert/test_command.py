@@ -217,12 +217,25 @@ def test_the_model_of_a_run_is_converted(written, tmp_path):
 
 
 @pytest.mark.medium
-def test_layers_for_the_prediction_of_several_tokens_are_left_out_and_named(written, tmp_path):
-    shutil.copytree(written("deepseek_v3"), tmp_path / "source")
-    weights = load_file(tmp_path / "source" / "model.safetensors")
-    extra = f"model.layers.{BASE['num_hidden_layers']}.eh_proj.weight"
-    save_file({**weights, extra: torch.zeros(2, 2)}, tmp_path / "source" / "model.safetensors")
-    assert f"ignored: {extra}" in run(tmp_path / "source", tmp_path / "made", "megatron")
+def test_layers_for_the_prediction_of_several_tokens_are_whole_or_named(written, tmp_path):
+    shutil.copytree(written("deepseek_v3-full-queries"), tmp_path / "source")
+    file = tmp_path / "source" / "model.safetensors"
+    weights = load_file(file)
+    first = f"model.layers.{BASE['num_hidden_layers']}"
+    beyond = f"model.layers.{BASE['num_hidden_layers'] + 2}.eh_proj.weight"
+    save_file({**weights, beyond: torch.zeros(2, 2)}, file)
+    heard = run(tmp_path / "source", tmp_path / "made", "megatron")
+    assert f"ignored: {beyond}" in heard
+    head = f"{first}.shared_head.head.weight"
+    save_file({**weights, head: weights[head] + 1}, file)
+    with pytest.raises(
+        ModelError, match=r"head.weight differs from lm_head.weight, which Megatron"
+    ):
+        run(tmp_path / "source", tmp_path / "again", "megatron")
+    lacks = f"{first}.eh_proj.weight"
+    save_file({name: tensor for name, tensor in weights.items() if name != lacks}, file)
+    with pytest.raises(ModelError, match=f"weights are missing: {lacks}"):
+        run(tmp_path / "source", tmp_path / "again", "megatron")
 
 
 @pytest.mark.parametrize(

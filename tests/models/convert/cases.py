@@ -115,6 +115,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"tie_word_embeddings": False, **LATENT, "q_lora_rank": None},
     ),
 }
+# How many layers of multi-token prediction the files of a model have.
+MTP = {"glm4_moe-plain-heads": 1, "deepseek_v3-full-queries": 2}
 
 
 def reader(directory: Path, dimensions: Dimensions) -> ReadBlock:

@@ -12,7 +12,10 @@ from ratchet.models import megatron as megatron  # makes Megatron ready to be im
 
 from megatron.core.fusions.fused_bias_geglu import quick_gelu  # isort: skip
 from megatron.core.models.gpt import GPTModel  # isort: skip
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # isort: skip
+from megatron.core.models.gpt.gpt_layer_specs import (  # isort: skip
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.transformer.transformer_config import (  # isort: skip
     MLATransformerConfig,
     TransformerConfig,
@@ -114,7 +117,7 @@ OPTIONS = {
 }
 
 
-def core_model(hf):
+def core_model(hf, mtp_layers=0):
     """On a single rank, with weights that are still to be filled."""
     options = OPTIONS[hf["model_type"]](hf)
     is_latent = "multi_latent_attention" in options
@@ -139,12 +142,16 @@ def core_model(hf):
         persist_layer_norm=False,
         apply_rope_fusion=False,
         use_cpu_initialization=True,
+        mtp_num_layers=mtp_layers or None,
         **{**defaults, **options},
     )
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     if is_latent:
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = CoreAttention
+    mtp_spec = None
+    if mtp_layers:
+        mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     rope = hf["rope_parameters"]
     return GPTModel(
         config=config,
@@ -155,4 +162,5 @@ def core_model(hf):
         rotary_base=rope["rope_theta"],
         rotary_percent=rope.get("partial_rotary_factor", 1.0),
         share_embeddings_and_output_weights=hf["tie_word_embeddings"],
+        mtp_block_spec=mtp_spec,
     ).eval()

@@ -4,6 +4,7 @@ compute, and give them back."""
 from __future__ import annotations
 
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -57,24 +58,51 @@ def _ours(directory):
     return policy.logits(policy.hidden(sample(), torch.arange(TOKENS), [TOKENS]))
 
 
+def mtp_logits_alone(rank, directories):
+    """By directory: the logits [T, V] of each depth of multi-token prediction, by the layers that
+    Megatron has for it."""
+    from models.convert.cases import MTP
+
+    from ratchet.models.megatron.build import init_process_groups
+    from ratchet.models.parallel.megatron_sizes import MegatronSizes
+    from ratchet.models.weights.hf_weights import read_json
+
+    init_process_groups(MegatronSizes())
+    found = {}
+    for model, directory in directories.items():
+        stage = _core_model(directory, read_json(Path(directory) / "config.json"), MTP[model])
+        outputs = []
+        stage.mtp.register_forward_hook(lambda module, inputs, out, to=outputs: to.append(out))
+        with torch.no_grad():
+            stage(sample()[None], torch.arange(TOKENS)[None], None, labels=sample()[None])
+            _, *states = outputs[0].chunk(1 + MTP[model])
+            found[model] = [stage.output_layer(state)[0][:, 0].numpy() for state in states]
+    return found
+
+
 def _by_core(directory, hf):
+    model = _core_model(directory, hf)
+    return model(sample()[None], torch.arange(TOKENS)[None], None)[0]
+
+
+def _core_model(directory, hf, mtp_layers=0):
     from models.convert.cases import reader
     from models.convert.core_models import core_model
 
     from ratchet.models.convert.dimensions import Dimensions
     from ratchet.models.convert.megatron import MegatronShard, fill_parameters, megatron_layout
 
-    model = core_model(hf)
+    model = core_model(hf, mtp_layers)
     biases = {
         name: buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")
     }
-    dimensions = Dimensions.from_hf(hf)
+    dimensions = replace(Dimensions.from_hf(hf), mtp_layers=mtp_layers)
     fill_parameters(
         {**dict(model.named_parameters()), **biases},
         megatron_layout(dimensions, MegatronShard()),
         reader(Path(directory), dimensions),
     )
-    return model(sample()[None], torch.arange(TOKENS)[None], None)[0]
+    return model
 
 
 def round_trip(rank, directory, written, saved, sizes):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from learners.ranks import run_ranks
-from models.convert.cases import MODELS
+from models.convert.cases import MODELS, MTP
 from models.convert.ranks import sample
 from packaging.version import Version
 from safetensors.torch import load_file
@@ -46,6 +46,28 @@ def test_logits_are_those_of_transformers(written, by_megatron, model):
         pytest.skip("before 5.18 transformers takes 7 for swiglu_limit, whatever it is")
     found, expected = by_megatron[str(written(model))], _by_transformers(written(model))
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.needs("megatron")
+def test_mtp_layers_of_megatron_predict_what_those_of_transformers_do(written):
+    """Also whether both multiply the embedding and the hidden state by the same halves."""
+    from models.convert.mtp_reference import compute_mtp_states, load_mtp
+    from transformers import AutoModelForCausalLM
+
+    directories = {name: str(written(name)) for name in MTP}
+    (found,) = run_ranks(1, "models.convert.ranks:mtp_logits_alone", directories)
+    for name, directory in directories.items():
+        mtp = load_mtp(directory)
+        model = AutoModelForCausalLM.from_pretrained(directory).eval()
+        with torch.no_grad():
+            hidden_Td = model.model(sample()[None]).last_hidden_state[0]
+            states = compute_mtp_states(mtp, model.model.embed_tokens, hidden_Td, sample())
+            expected = [model.lm_head(state).numpy() for state in states]
+        assert len(found[name]) == len(expected) == MTP[name]
+        for mine, theirs in zip(found[name], expected, strict=True):
+            atol = 1e-5 * np.abs(theirs).max()
+            np.testing.assert_allclose(mine[: len(theirs)], theirs, atol=atol, rtol=0)
 
 
 def test_latent_attention_is_mapped_and_our_models_refuse_it(written):
