@@ -52,6 +52,7 @@ def run_play(module, play):
         "takes_arguments async",
         "speculates sync ngram",
         "speculates sync draft_model",
+        "speculates sync mtp",
         "keeps_the_same_tokens",
         "filters sync",
         "follows_grammars sync",

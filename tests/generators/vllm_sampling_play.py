@@ -15,6 +15,9 @@ import pytest
 import torch
 from generators.direct_link import DirectWeightSync
 from generators.vllm_play import RECIPE, Weights, all_of, furthest, play, policy, shake, started
+from models.convert.conftest import save_reference
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ratchet.config.loader import load_config
 from ratchet.config.model_shape.decoder_config import DecoderConfig
@@ -24,6 +27,7 @@ from ratchet.generators.engine.sampler import SamplingSettings, count_kept
 from ratchet.generators.vllm.arguments import KEYS, REASONS, parse_arguments
 from ratchet.generators.vllm.sampler import report_unfiltered
 from ratchet.models.decoder import Decoder
+from ratchet.models.load import load_policy
 from ratchet.models.policy import DecoderPolicy
 from ratchet.training.from_config import build_policy
 from ratchet.training.loop import train
@@ -80,14 +84,13 @@ async def takes_arguments(engine):
 async def speculates(engine, method):
     """Drafted tokens have the learner's logprobs at every temperature, before and after a push, and
     are as frequent as their probabilities say."""
-    model, draft = policy(), policy()
     with tempfile.TemporaryDirectory() as folder:
-        shake(draft, 9)
-        draft.save(Path(folder))
-        settings = {
-            "ngram": NGRAM,
-            "draft_model": {"method": "draft_model", "model": folder, "num_speculative_tokens": 2},
-        }[method]
+        model = {"mtp": save_glm, "draft_model": save_draft}.get(method, lambda _: policy())(folder)
+        settings = (
+            NGRAM
+            if method == "ngram"
+            else {"method": method, "model": folder, "num_speculative_tokens": 2}
+        )
         async with started(model, engine, arguments={"speculative_config": settings}) as generator:
             steps = count_steps(generator)
             await drafts_as_the_learner_scores(generator, model)
@@ -98,6 +101,46 @@ async def speculates(engine, method):
             greedy = await generator.generate([4] * 40, Sampling(temperature=0, max_new_tokens=64))
             if engine == "sync":
                 assert len(steps) < len(greedy.tokens), "no drafted token was accepted"
+
+
+def save_draft(folder):
+    """A policy, beside another that drafts."""
+    draft = policy()
+    shake(draft, 9)
+    draft.save(Path(folder))
+    return policy()
+
+
+def save_glm(folder):
+    """A GLM-4-MoE whose layer for multi-token prediction predicts the token before once more."""
+    config = AutoConfig.for_model(
+        "glm4_moe",
+        vocab_size=67,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    save_reference(AutoModelForCausalLM.from_config(config), Path(folder), mtp_layers=1)
+    file = Path(folder) / "model.safetensors"
+    weights = load_file(file)
+    prefix = "model.layers.2."
+    for name in weights:
+        if name.startswith(prefix) and name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name].zero_()
+        if name.startswith(prefix) and name.endswith("norm.weight"):
+            weights[name].fill_(1)
+    weights[f"{prefix}eh_proj.weight"] = torch.cat([torch.zeros(64, 64), torch.eye(64)], dim=1)
+    save_file(weights, file, metadata={"format": "pt"})
+    return load_policy(Path(folder))
 
 
 async def follows_grammars(engine):

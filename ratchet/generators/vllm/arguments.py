@@ -162,7 +162,21 @@ def explain_refusal(arguments: Mapping[str, Any]) -> str | None:
             f"{SPECULATIVE_CONFIG}: synthetic acceptance keeps drafted tokens that the policy "
             "didn't draw. Remove it."
         )
-    return None
+    return _explain_missing_drafter(arguments)
+
+
+def _explain_missing_drafter(arguments: Mapping[str, Any]) -> str | None:
+    """Return why vLLM can't draft by layers for multi-token prediction (MTP), if it can't."""
+    settings = arguments.get(SPECULATIVE_CONFIG)
+    if not isinstance(settings, Mapping):
+        settings = {}
+    method = str(settings.get("method", arguments.get("spec_method")))
+    if not method.endswith("mtp") or settings.get("model", arguments.get("spec_model")):
+        return None
+    return (
+        f"{SPECULATIVE_CONFIG}: {method} drafts by layers for multi-token prediction, which vLLM "
+        "doesn't get with the policy. Add model: the directory of a model whose files have them."
+    )
 
 
 def returns_routes(arguments: Mapping[str, Any]) -> bool:

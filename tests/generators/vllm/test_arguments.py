@@ -40,6 +40,8 @@ device: cpu
         ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode can't be set"),
         ({"speculative_config": {"rejection_sample_method": "synthetic"}}, "synthetic"),
         ({"speculative_config": {"synthetic_acceptance_length": 2.0}}, "synthetic"),
+        ({"speculative_config": {"method": "mtp"}}, "mtp drafts by layers .* Add model: the"),
+        ({"spec_method": "deepseek_mtp"}, "deepseek_mtp drafts by layers"),
     ],
 )
 def test_what_ratchet_sets_itself_is_refused(refused, fix):
