@@ -5,6 +5,7 @@ import errno
 import gzip
 import json
 import os
+import struct
 from itertools import count
 
 import fsspec
@@ -62,6 +63,9 @@ def as_arrow_of(table):
 
 TWO_COLUMNS = pa.table({"x": ["1"], "y": ["2"]}).rename_columns(["x", "x"])
 TWO_FIELDS = pa.table({"x": pa.StructArray.from_arrays([pa.array([1])] * 2, names=["a", "a"])})
+ARROW_WITH_OFFSETS_BEYOND_ITS_END = as_arrow([{"x": "abcd"}, {"x": "efgh"}]).replace(
+    struct.pack("<3i", 0, 4, 8), struct.pack("<3i", 0, 4, 64)
+)
 FORMS = {
     "rows.jsonl": as_jsonl(ROWS),
     "lines.json": as_jsonl(ROWS),
@@ -212,6 +216,8 @@ def bomb(kind):
     if kind == "texts in lists":
         rows = pa.StructArray.from_arrays([texts], ["content"])
         return pa.table({"x": pa.ListArray.from_arrays([0, 1024], rows)})
+    if kind == "bytes of a fixed number":
+        return pa.table({"x": texts.cast(pa.string()).cast(pa.binary()).cast(pa.binary(1 << 16))})
     return pa.table(
         {"x": pa.ListArray.from_arrays([0, 1 << 23], pa.array(np.zeros(1 << 23, np.int8)))}
     )
@@ -226,7 +232,7 @@ def test_a_link_to_a_missing_shard_is_no_absent_shard(tmp_path):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("kind", ["texts", "texts in lists", "numbers"])
+@pytest.mark.parametrize("kind", ["texts", "texts in lists", "bytes of a fixed number", "numbers"])
 def test_a_row_group_that_would_fill_memory_is_refused(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(arrow_tables, "MAX_GROUP_BYTES", 1 << 25)
     pq.write_table(bomb(kind), tmp_path / "a.parquet", compression="zstd")
@@ -236,6 +242,64 @@ def test_a_row_group_that_would_fill_memory_is_refused(kind, tmp_path, monkeypat
         DataError, match=r"row group 0 unpacks to .* bytes: write the file with smaller"
     ):
         table.row(0)
+
+
+def repeat_in_a_row(kind):
+    """Return a list of 4,096 values that take almost no memory."""
+    if kind == "nulls":
+        return pa.ListArray.from_arrays([0, 4096], pa.nulls(4096))
+    if kind == "nulls of a fixed number":
+        return pa.FixedSizeListArray.from_arrays(pa.nulls(4096), 4096)
+    if kind == "nulls in a map":
+        keys = pa.array(range(2))
+        return pa.MapArray.from_arrays([0, 2], keys, pa.array([None, [None] * 4096]))
+    if kind == "numbers":
+        return pa.ListArray.from_arrays([0, 4096], pa.array(np.zeros(4096, np.int8)))
+    text = pa.array(["a" * 4096], pa.string_view())
+    if kind == "texts":
+        entries = pa.DictionaryArray.from_arrays(pa.array([0] * 64, pa.int8()), ["a" * 4096])
+    else:  # views
+        _, view, content = text.buffers()
+        views = pa.py_buffer(view.to_pybytes()[:16] * 64)
+        entries = pa.Array.from_buffers(pa.string_view(), 64, [None, views, content])
+    return pa.ListArray.from_arrays([0, 64], entries)
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        ("numbers", "parquet"),
+        *((kind, "arrow") for kind in ("nulls", "nulls of a fixed number", "nulls in a map")),
+        *((kind, "arrow") for kind in ("texts", "views")),
+    ],
+)
+@pytest.mark.fault("D16")
+def test_a_row_that_would_fill_memory_is_refused(kind, form, tmp_path, monkeypatch):
+    monkeypatch.setattr(arrow_tables, "MAX_ROW_VALUES", 1 << 10)
+    monkeypatch.setattr(arrow_tables, "MAX_VALUES_PER_BYTE", 0.1)
+    write = {"parquet": as_parquet_of, "arrow": as_arrow_of}[form]
+    (tmp_path / f"a.{form}").write_bytes(write(pa.table({"x": repeat_in_a_row(kind)})))
+    with pytest.raises(DataError, match=r"row 1: its lists unpack to 4,\d+ values, in a file of"):
+        open_table(tmp_path / f"a.{form}").row(0)
+
+
+def test_a_long_row_of_values_that_differ_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrow_tables, "MAX_ROW_VALUES", 1 << 10)
+    rows = [{"x": [{"y": [i, i + 1]} for i in range(2000)], "z": {"a": 1}}]
+    for name, write in (("a.parquet", as_parquet), ("a.arrow", as_arrow)):
+        (tmp_path / name).write_bytes(write(rows))
+        assert open_table(tmp_path / name).row(0).values == rows[0]
+
+
+def test_views_of_lists_are_refused_because_they_may_overlap(tmp_path):
+    starts, sizes = pa.array([0, 0], pa.int32()), pa.array([3, 3], pa.int32())
+    views = pa.ListViewArray.from_arrays(starts, sizes, pa.array([1, 2, 3]))
+    table = pa.table({"x": pa.StructArray.from_arrays([views], ["y"])})
+    (tmp_path / "a.arrow").write_bytes(as_arrow_of(table))
+    with pytest.raises(
+        DataError, match=r"column 'x' has the type .*list_view.*: write it as lists"
+    ):
+        open_table(tmp_path / "a.arrow")
 
 
 @pytest.mark.medium
@@ -266,6 +330,8 @@ BROKEN = [
     ("a.parquet", b"", ": not a valid Parquet file"),
     ("a.parquet", FORMS["rows.parquet"][:-9], ": not a valid Parquet file"),
     ("a.arrow", b"no arrow at all", ": not a valid Arrow file"),
+    ("a.arrow", FORMS["rows.arrow"].replace(b"question", b"\xffuestion"), ": not a valid Arrow file"),
+    ("a.arrow", ARROW_WITH_OFFSETS_BEYOND_ITS_END, ", row 1: can't be read: "),
     ("a.jsonl", as_jsonl(ROWS[:5] * 2) + b"\n{oops\n", ", line 12 col 2: malformed JSON: Expecting "
                                                        "property name"),
     ("a.json", b'[{"x": 1},\n {"x" 2}]', ", line 2 col 7: malformed JSON: Expecting ':' delimiter"),

@@ -53,10 +53,11 @@ def compute_max_growth(section: Any) -> int:
     """
     if not isinstance(section, dict):
         return 1
-    parts = section.get("normalizers") or section.get("decoders") or ()
+    parts = section.get("normalizers") or section.get("decoders")
     inserted_texts = [section.get(name) for name in ("content", "prepend")]
     growth = max([1, *(len(text) for text in inserted_texts if isinstance(text, str))])
-    return growth * math.prod(map(compute_max_growth, parts))
+    # The library refuses parts that are no list.
+    return growth * math.prod(map(compute_max_growth, parts if isinstance(parts, list) else ()))
 
 
 def copy_for_text(backend: tokenizers.Tokenizer) -> tuple[tokenizers.Tokenizer, int | None]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 
-from ratchet.data.chat.plain_tokens import compute_max_growth
+from ratchet.data.chat.plain_tokens import compute_max_growth, convert_panics
 from ratchet.data.chat.tokenizer import (
     DOWNLOAD_PATTERNS,
     HUB_ID,
@@ -97,7 +97,8 @@ def _load_backend(directory: Path) -> tokenizers.Tokenizer:
                     f"at most {MAX_GROWTH} are allowed: copy the file from the original model again"
                 )
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            with convert_panics("be loaded", "its file is damaged"):
+                backend = tokenizers.Tokenizer.from_file(str(path))
         # The library raises a plain Exception for a file that it can't use.
         except Exception as error:
             raise ModelError(
@@ -120,7 +121,8 @@ def _load_backend(directory: Path) -> tokenizers.Tokenizer:
         for name in (*SLOW_TOKENIZER_FILES, "merges.txt"):
             if (directory / name).exists():
                 safe_read.require_file(directory / name)
-        converted = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        with convert_panics("be loaded", "its files are damaged"):
+            converted = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # Each tokenizer class raises its own kinds of errors.
         reason = get_first_line(str(error) or type(error).__name__)
         raise ModelError(

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.ipc
 import pyarrow.parquet
+from numpy.typing import NDArray
 
 from ratchet.data.files import FileVersion, convert_read_errors, open_binary
 from ratchet.data.jsonl import DataRow
@@ -33,6 +34,19 @@ MAX_GROUP_BYTES = 1 << 30
 MAX_COMPRESSION_RATIO = 200
 # Maximum rows per byte of a file. Rows that differ take several bytes each, however well packed.
 MAX_ROWS_PER_BYTE = 1
+# One row may hold MAX_ROW_VALUES values in lists, or MAX_VALUES_PER_BYTE for each byte of its file
+# if that is more. Equal values pack to almost nothing, and each becomes an object of Python.
+MAX_ROW_VALUES = 1 << 20
+MAX_VALUES_PER_BYTE = 8
+BYTES_PER_VALUE = 64  # a text in a list that other items may share counts by its length
+VIEWS = (pa.StringViewArray, pa.BinaryViewArray)
+TEXTS = (
+    pa.StringArray,
+    pa.LargeStringArray,
+    pa.BinaryArray,
+    pa.LargeBinaryArray,
+    pa.FixedSizeBinaryArray,
+)
 
 
 def open_arrow(path: str | Path) -> ArrowTable:
@@ -60,30 +74,41 @@ class ArrowTable:
                 source = _open_source(path)
                 self._version = FileVersion(path, source)
                 self.block_sizes: Sequence[int] = self._open(source)
-                self._check_names(self._schema.names)
-        except pa.ArrowException as error:
+                self._check_columns(self._schema)
+        # UnicodeDecodeError: a column whose name is no UTF-8.
+        except (pa.ArrowException, UnicodeDecodeError) as error:
             raise DataError(
                 f"{path}: not a valid {self.format_name} file: {error}: write it again"
             ) from error
         if not sum(self.block_sizes):
             raise DataError(f"{path}: the file holds no rows")
+        # Files of an object store are not held to limits that depend on the size.
+        self._file_bytes = None if is_address(path) else Path(path).stat().st_size
         self._check_row_count()
         # For each block, the index of the row after its last row.
         self.block_ends = list(accumulate(self.block_sizes))
-        self._cached_block = lru_cache(WINDOW)(self._read_block)
+        self._cached_block = lru_cache(WINDOW)(self._load_block)
 
-    def _check_names(self, names: Sequence[str]) -> None:
-        """Raise DataError if two columns have one name, because a row would keep only one value."""
-        repeated = next((name for name, count in Counter(names).items() if count > 1), None)
+    def _check_columns(self, schema: Any) -> None:
+        """Raise DataError for two columns of one name, or a column of a type that is not read.
+
+        A row would keep only one of two values of the same name.
+        """
+        names = Counter(schema.names)
+        repeated = next((name for name, count in names.items() if count > 1), None)
         if repeated is not None:
             raise DataError(f"{self.path}: two columns are called '{repeated:.80}': rename one")
+        for field in schema:
+            if not _is_readable(field.type):
+                raise DataError(
+                    f"{self.path}: column '{field.name:.80}' has the type {field.type!s:.80}, "
+                    "which is not read: write it as lists and structs"
+                )
 
     def _check_row_count(self) -> None:
         """Raise DataError if a small file declares so many rows that they must be repetitions."""
-        if is_address(self.path):
-            return
-        n_rows, size = sum(self.block_sizes), Path(self.path).stat().st_size
-        if n_rows > MIN_BOMB_ROWS and n_rows > MAX_ROWS_PER_BYTE * size:
+        n_rows, size = sum(self.block_sizes), self._file_bytes
+        if size is not None and n_rows > max(MIN_BOMB_ROWS, MAX_ROWS_PER_BYTE * size):
             raise DataError(
                 f"{self.path}: declares {n_rows:,} rows in {size:,} bytes, so they are "
                 "repetitions: write each distinct row once"
@@ -112,11 +137,31 @@ class ArrowTable:
     def where(self, index: int) -> str:
         return f"{self.path}, row {index + 1}"
 
+    def _load_block(self, block: int) -> Any:
+        """Return a block's rows.
+
+        Raises DataError if a row of a small file holds so many values that they are repetitions.
+        """
+        rows, size = self._read_block(block), self._file_bytes
+        if size is None:
+            return rows
+        batches = rows.to_batches() if isinstance(rows, pa.Table) else [rows]
+        counts = np.concatenate([_count_list_values(batch) for batch in batches])
+        longest = int(counts.argmax())
+        if counts[longest] > max(MAX_ROW_VALUES, MAX_VALUES_PER_BYTE * size):
+            start = self.block_ends[block] - len(rows)
+            raise DataError(
+                f"{self.where(start + longest)}: its lists unpack to {counts[longest]:,.0f} "
+                f"values, in a file of {size:,} bytes, so they are repetitions: write shorter lists"
+            )
+        return rows
+
     def _open(self, source: Any) -> Sequence[int]:
         """Open the file, and return the number of rows of each block."""
         raise NotImplementedError
 
     def _read_block(self, block: int) -> Any:
+        """Return a block's rows, a table or a record batch."""
         raise NotImplementedError
 
 
@@ -142,9 +187,11 @@ class ParquetFile(ArrowTable):
         columns = [group.column(i) for i in range(group.num_columns)]
         size = 0
         dictionary_columns: list[str] = []
-        for column in columns:
+        for i, column in enumerate(columns):
             is_text = column.physical_type == "BYTE_ARRAY"
-            size += max(column.total_uncompressed_size, 0 if is_text else 8 * column.num_values)
+            # `length` is the size of each value of a FIXED_LEN_BYTE_ARRAY, else 0.
+            width = 0 if is_text else max(8, self._file.schema.column(i).length)
+            size += max(column.total_uncompressed_size, width * column.num_values)
             # With dictionary encoding, every row may repeat one text as long as the column.
             if (
                 is_text
@@ -164,23 +211,83 @@ class ParquetFile(ArrowTable):
             )
 
 
-def _count_text_bytes(array: Any) -> int:
-    """Return the bytes of an array's texts, counting each use of a dictionary's entry."""
+def _is_readable(kind: Any) -> bool:
+    """True if no value of a type can repeat an inner array, however short the file."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _is_readable(kind.storage_type)
+    if pa.types.is_struct(kind):
+        return all(_is_readable(field.type) for field in kind)
+    if pa.types.is_map(kind):
+        return _is_readable(kind.key_type) and _is_readable(kind.item_type)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _is_readable(kind.value_type)
+    # Views of lists, unions and run-end encoded arrays are nested too.
+    return not pa.types.is_nested(kind.value_type if pa.types.is_dictionary(kind) else kind)
+
+
+def _count_list_values(batch: Any) -> NDArray[np.float64]:
+    """Return the number of values in each row's lists, those of inner lists included."""
+    counts = np.zeros(len(batch))
+    for column in batch.columns:
+        for array, bounds, in_list in _iter_arrays(column, np.arange(len(batch) + 1)):
+            if in_list:
+                counts += np.diff(bounds) + _count_shared_bytes(array, bounds) / BYTES_PER_VALUE
+    return counts
+
+
+def _count_text_bytes(array: Any) -> float:
+    """Return the bytes of an array's shared texts, those of inner arrays included."""
+    walk = _iter_arrays(array, np.array([0, len(array)]))
+    return sum(_count_shared_bytes(inner, bounds).sum() for inner, bounds, _ in walk)
+
+
+def _iter_arrays(
+    array: Any, bounds: NDArray[np.int64], in_list: bool = False
+) -> Iterator[tuple[Any, NDArray[np.int64], bool]]:
+    """Yield an array and the arrays in it, each with its bounds, and True if it is in a list.
+
+    Args:
+        array: The array.
+        bounds: Row i has the array's values from `bounds[i]` up to `bounds[i + 1]`.
+        in_list: True if the array is itself in a list.
+    """
+    yield array, bounds, in_list
+    if isinstance(array, pa.ExtensionArray):
+        yield from _iter_arrays(array.storage, bounds, in_list)
+    elif isinstance(array, pa.StructArray):
+        for i in range(array.type.num_fields):
+            yield from _iter_arrays(array.field(i), bounds, in_list)
+    elif isinstance(array, pa.FixedSizeListArray):
+        yield from _iter_arrays(array.values, (array.offset + bounds) * array.type.list_size, True)
+    elif isinstance(array, pa.ListArray | pa.LargeListArray) and len(array):
+        bounds = array.offsets.to_numpy()[bounds].astype(np.int64)
+        is_map = isinstance(array, pa.MapArray)
+        for inner in (array.keys, array.items) if is_map else (array.values,):
+            yield from _iter_arrays(inner, bounds, True)
+
+
+def _count_shared_bytes(array: Any, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return each row's bytes of texts whose memory may be shared, counted at each use."""
     if isinstance(array, pa.DictionaryArray):
-        entries = array.dictionary
-        counts = np.bincount(array.indices.drop_null().to_numpy(), minlength=len(entries))
-        lengths = pc.call_function("binary_length", [entries]).to_numpy(zero_copy_only=False)
-        return int(counts @ lengths.astype(np.int64))
-    return sum(map(_count_text_bytes, _iter_inner_arrays(array)))
+        lengths = np.append(_measure_texts(array.dictionary), 0)
+        lengths = lengths[array.indices.cast(pa.int64()).fill_null(-1).to_numpy()]
+    elif isinstance(array, VIEWS):
+        lengths = _measure_texts(array)
+    else:
+        return np.zeros(len(bounds) - 1, np.int64)
+    return np.diff(np.append(0, np.cumsum(lengths))[bounds])
 
 
-def _iter_inner_arrays(array: Any) -> Iterator[Any]:
-    if isinstance(array, pa.StructArray):
-        yield from array.flatten()
-    elif isinstance(array, pa.MapArray):
-        yield from (array.keys, array.items)
-    elif isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
-        yield array.flatten()
+def _measure_texts(array: Any) -> NDArray[np.int64]:
+    """Return the number of bytes of each text in an array; zeros for values that are no texts."""
+    if isinstance(array, VIEWS):
+        # A view is four integers of 32 bits, the first of which is the length.
+        lengths = np.frombuffer(array.buffers()[1], np.int32)[::4]
+        return lengths[array.offset : array.offset + len(array)].clip(0).astype(np.int64)
+    if isinstance(array, TEXTS):
+        lengths = pc.call_function("binary_length", [array]).fill_null(0)
+        return lengths.to_numpy(zero_copy_only=False).astype(np.int64)
+    return np.zeros(len(array), np.int64)
 
 
 class ArrowFile(ArrowTable):
@@ -206,7 +313,10 @@ class ArrowFile(ArrowTable):
         return [file.get_batch(i).num_rows for i in range(file.num_record_batches)]
 
     def _read_block(self, block: int) -> Any:
-        return self._get_batch(block)
+        batch = self._get_batch(block)
+        # Arrow checks no offsets: wrong ones would read memory outside of the file.
+        batch.validate(full=True)
+        return batch
 
 
 def _open_source(path: str | Path) -> Any:

@@ -124,6 +124,21 @@ def test_a_tokenizer_that_multiplies_texts_is_refused(name, part, tmp_path):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("normalizer", "reason"),
+    [
+        ({"type": "Sequence", "normalizers": 5}, "expected a sequence"),
+        ({"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "can't be loaded: Precompiled"),
+    ],
+)
+def test_a_tokenizer_that_the_library_refuses_or_panics_at(normalizer, reason, tmp_path):
+    Tokenizer(Backend(bpe())).save(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "normalizer": normalizer}))
+    with pytest.raises(ModelError, match=rf"tokenizer.json can't be used: .*{reason}"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_token_with_an_id_that_takes_all_memory_is_refused(tmp_path):
     Tokenizer(Backend(bpe())).save(tmp_path)
     path = tmp_path / "tokenizer.json"
