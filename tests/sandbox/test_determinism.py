@@ -19,7 +19,8 @@ from ratchet.sandbox import Isolation, Limits, LocalSandbox
 PATIENT = Limits(wall_s=60, cpu_s=30)
 COMMANDS = Limits(wall_s=60, cpu_s=30, processes=16)
 SEEN = """
-import locale, os, random, sys, time
+import gc, locale, os, random, sys, time
+print(gc.get_count())  # it decides when cycles of objects end
 print([*{"a", "b", "c", "d", "e"}], hash("text"), hash(b"bytes"), hash((1.5, "x")))
 print(os.umask(0), os.getcwd(), sorted(os.environ.items()), sys.argv, sys.path, sys.flags)
 print(random.random(), random.sample(range(99), 9), locale.setlocale(locale.LC_ALL, ""), time.tzname, time.ctime(0))

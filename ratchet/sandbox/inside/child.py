@@ -225,6 +225,8 @@ def prepare_interpreter(main: types.ModuleType, source: bytes) -> None:
     # Tracebacks read source lines from this cache.
     linecache.cache[FILE_NAME] = (len(source), None, lines, FILE_NAME)
     random.seed(0)  # each fork is reseeded by Python, but a verdict must not depend on chance
+    # Counts of the fork server depend on what it ran before, and decide when cycles are collected.
+    gc.collect()
     gc.unfreeze()
 
 
