@@ -65,12 +65,17 @@ class TokenizerConfig(Section):
     @field_validator("date")
     @classmethod
     def _check_date(cls, date: str | None) -> str | None:
-        if date is not None:
-            try:
-                datetime.strptime(date, DATE_FORMAT)
-            except ValueError:
-                raise ValueError(f"{date!r} is not a date: write it as 2026-01-31") from None
+        if date is not None and not _is_date(date):
+            raise ValueError(f"{date!r} is not a date: write it as 2026-01-31")
         return date
+
+
+def _is_date(text: str) -> bool:
+    """True for a day such as 2026-01-31. `strptime` alone accepts 2026-1-31 too."""
+    try:
+        return datetime.strptime(text, DATE_FORMAT).date().isoformat() == text
+    except ValueError:
+        return False
 
 
 class AutoTokenizerConfig(TokenizerConfig):

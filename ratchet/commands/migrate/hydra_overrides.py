@@ -34,6 +34,9 @@ SCRIPT_ARGUMENT = re.compile(r"\$\{?\d+\}?")
 PRINTING_COMMANDS = ("echo", "printf")
 # Shell builtins whose `name=value` words are not overrides.
 SHELL_BUILTINS = ("export", "local", "declare", "readonly", "unset", "set", "alias")
+# The option of a shell whose argument is a command line (`bash -lc "..."`).
+COMMAND_OPTION = re.compile(r"-\w*c")
+SHELLS = ("bash", "sh", "zsh")
 REMOVED_NOTE = "removes the key there: remove it from the recipe too"
 ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
 BRACKETS = {"[": "]", "{": "}", "(": ")"}
@@ -75,6 +78,7 @@ class Script:
         for line in split_commands(text):
             if not in_array and (array := ARRAY.match(line)) is not None:
                 in_array, line = True, line[array.end() :]
+                self.variables.values[array[1]] = f"${array[1]}"
                 is_used = re.search(rf"\$\{{?{array[1]}\b", text) is not None
             if in_array:
                 in_array = line.count(")") <= line.count("(")
@@ -148,6 +152,8 @@ class Script:
         # `A=b python ...`: words before the name of the program set variables of the shell.
         has_program_name = in_array
         for index, word in enumerate(words):
+            key, equals, text = word.partition("=")
+            word = f"{self._expand(key)}={text}" if equals else word
             has_program_name = has_program_name or ("=" not in word and word != "env")
             option, _, name = word.partition("=")
             if option in ("--config-name", "--config-path", "--config-dir", "--config"):
@@ -161,6 +167,10 @@ class Script:
                     self._set_key(match[2], self._expand(match[3]), in_array)
                 elif allows_plain_keys and has_program_name and words[0] not in SHELL_BUILTINS:
                     self.undotted[match[2]] = self._expand(match[3])
+            elif _is_command_line(words, index):
+                self._read_line(word, in_array=False)
+            elif allows_plain_keys and equals and re.search(r"\.|\$", key) and key[:1] != "-":
+                self.unresolved[key] = "is not the plain text of a key: write it out"
 
     def _expand(self, text: str) -> str:
         """Return a text with the known shell variables replaced by their values.
@@ -218,6 +228,15 @@ class Script:
 def _is_python(words: list[str]) -> bool:
     """True if the words run a Python program."""
     return any(word in ("-m", "run") or word.endswith(".py") for word in words)
+
+
+def _is_command_line(words: list[str], index: int) -> bool:
+    """True if the word is a command line that a shell runs (`bash -c "..."`)."""
+    return (
+        index > 1
+        and words[index - 2].rpartition("/")[2] in SHELLS
+        and COMMAND_OPTION.fullmatch(words[index - 1]) is not None
+    )
 
 
 # --- the value of one override

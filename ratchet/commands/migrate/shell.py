@@ -31,6 +31,11 @@ ASSIGNMENTS = re.compile(
 DEFAULT_SET = re.compile(rf"\$\{{({_NAME}):?=")
 # A name without a $ that is not part of an override's key or of a path, such as in `read NAME`.
 BARE_NAME = re.compile(rf"(?<![\w.$/{{-])({_NAME})(?![\w.])")
+# Builtins, loops and arithmetic commands that set the variables that they name.
+SETS_NAMES = re.compile(
+    rf"{_START}(?:{_NAME}=\S*\s+)*(?<![$(])"
+    r"(?:(?:for|select|read|let|getopts|mapfile|readarray|printf)\s|\(\()(?P<names>[^;]*)"
+)
 # Commands that run another file or a text as shell code, which may set any variable.
 RUNS_OTHER_CODE = re.compile(rf"{_START}(?:source|\.|eval|trap)\s")
 ONLY_EXPORTS = re.compile(rf"(?:export|readonly)(?:\s+{_NAME})+\s*;?")
@@ -39,6 +44,9 @@ WRITTEN_DOCUMENT = re.compile(r"^\s*(?:cat|tee|echo)\b.*(?<!<)<<-?\s*(['\"]?)(\w
 # The beginning and the end of a condition or a loop.
 OPENING = re.compile(rf"{_START}(?:if|for|while|until|case|select)\b")
 CLOSING = re.compile(r"(?:^|;)\s*(?:fi|done|esac)\b")
+# The beginning and the end of a function, group or subshell of several lines.
+BLOCK_OPENING = re.compile(rf"{_START}[{{(]\s*$")
+BLOCK_CLOSING = re.compile(r"\s*[})]")
 OPERATORS = ";&|<>"
 MAX_CHARS = 1 << 16  # maximum length of a value; a script can double a variable at each line
 # $NAME, ${NAME}, ${NAME-default} or ${NAME:-default}, whose default may name variables
@@ -167,13 +175,15 @@ class Variables:
     # Values by name. An unknown value is a reference to the variable itself ($NAME).
     values: dict[str, str] = field(default_factory=dict)
     _depth: int = 0  # number of conditions and loops around the line
+    _n_blocks: int = 0  # number of functions, groups and subshells around the line
 
     def read(self, line: str) -> bool:
         """Record the variables that a line sets. Return True if it only sets a single variable."""
         line = self.compute(line)
         self._depth += len(OPENING.findall(line))
+        self._n_blocks += BLOCK_OPENING.search(line) is not None
         assignment = SINGLE_ASSIGNMENT.fullmatch(line)
-        if assignment is not None and self._depth == 0:
+        if assignment is not None and self._depth == self._n_blocks == 0:
             self.values[assignment[1]] = self.substitute("".join(split_words(assignment[2])))
         else:
             assignments = [match[1] for match in ASSIGNMENTS.finditer(line)]
@@ -181,12 +191,16 @@ class Variables:
                 name for text in assignments for name in re.findall(rf"(?<!\S)({_NAME})\+?=", text)
             ]
             names += DEFAULT_SET.findall(line)
+            for match in SETS_NAMES.finditer(line):
+                names += BARE_NAME.findall(match["names"])
             if RUNS_OTHER_CODE.search(line):
                 names += self.values
             elif not ONLY_EXPORTS.fullmatch(line.strip()):
                 names += self.values.keys() & set(BARE_NAME.findall(line))
             self.values.update({name: f"${name}" for name in names})
         self._depth = max(0, self._depth - len(CLOSING.findall(line)))
+        if BLOCK_CLOSING.match(line):
+            self._n_blocks = max(0, self._n_blocks - 1)
         return assignment is not None
 
     def substitute(self, text: str) -> str:
@@ -213,7 +227,8 @@ class Variables:
 
     def _compute_match(self, match: re.Match[str]) -> str:
         names = re.compile(rf"(?<![\w$]){_NAME}")
-        text = self.substitute(names.sub(lambda name: f"${name[0]}", match[1])).strip()
+        # The shell computes the value of a bare name first.
+        text = self.substitute(names.sub(lambda name: f"(${name[0]})", match[1])).strip()
         value = compute_whole(text)
         return match[0] if value is None else str(value)
 

@@ -94,7 +94,7 @@ class Rollouts:
             stat = (self.directory.steps / INDEX).stat()
         except OSError:  # absent, or `steps` is not a directory
             return ""
-        return f"{stat.st_ino}-{stat.st_size}"
+        return f"{stat.st_ino}-{stat.st_size}-{stat.st_mtime_ns}"
 
     @property
     def record(self) -> Record:
@@ -110,13 +110,15 @@ class Rollouts:
         """Return the packed columns of all rows.
 
         Args:
-            known: Names of files whose rows the page already has. They are omitted if the record
-                still begins with them. The header's key "after" is the number of omitted files.
+            known: Hashes of files whose rows the page already has, as in the header's key "files".
+                They are omitted if the record still begins with them. The header's key "after" is
+                the number of omitted files.
             every: Return only every n-th step.
         """
         record = self.record
-        names = [file.name for file in record.files]
-        n_omitted = len(known) if names[: len(known)] == list(known) else 0
+        # Another run in the same place has files of the same names.
+        hashes = [file.sha256[:16] for file in record.files]
+        n_omitted = len(known) if hashes[: len(known)] == list(known) else 0
         table = _read_scalars(record.directory, record.files[n_omitted:])
         if every > 1:
             table = table.filter(
@@ -130,7 +132,7 @@ class Rollouts:
         }
         words, word_indices = _encode_words(table)
         return pack(
-            {"files": names, "after": n_omitted, "words": words, "steps": steps},
+            {"files": hashes, "after": n_omitted, "words": words, "steps": steps},
             word_indices | _pack_numbers(table),
         )
 

@@ -48,6 +48,7 @@ class RunReader:
                 f"{path} holds no run (no config.yaml): give the directory that `ratchet train` "
                 "printed"
             )
+        self.recipe_stamp = _get_size_and_mtime(self.directory.config)
         self.rollouts = Rollouts(self.directory)
         self.metrics = MetricsFile(self.directory.metrics)
         self.progress = ProgressReader(self.directory)

@@ -54,7 +54,11 @@ class RunReaders:
 
     def refresh(self) -> dict[str, RunReader]:
         readers = {run.name: run for run in find_runs(self.root)}
-        self._readers = {name: self._readers.get(name, run) for name, run in readers.items()}
+        for name, run in self._readers.items():
+            # A run that was deleted and begun anew is read from its start.
+            if name in readers and run.recipe_stamp == readers[name].recipe_stamp:
+                readers[name] = run
+        self._readers = readers
         return self._readers
 
     def __getitem__(self, name: str) -> RunReader:
@@ -88,7 +92,7 @@ class RunReaders:
     def rollouts(self, query: Query) -> tuple[str, bytes]:
         """Return the columns of the recorded rollouts.
 
-        The query's `known` has the names of the record files whose rows the page already has.
+        The query's `known` has the hashes of the record files whose rows the page already has.
         """
         return BINARY, self[query["run"]].rollouts.pack_columns(
             query["known"].split(",") if query.get("known") else ()

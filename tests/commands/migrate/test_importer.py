@@ -528,12 +528,13 @@ def test_a_scripts_arithmetic_and_defaults_are_read_and_vllm_is_started_for_the_
 
 
 def test_arithmetic_that_is_not_plain_stays():
-    known = Variables(values={"A": "3"})
+    known = Variables(values={"A": "3", "SUM": "1 + 1"})
     for text, expected in {
         "$((A * 2 + 1))": "7",
         "$((10 / 4))": "2",
         "$((2 - 5))": "-3",
         "$(((A + 2) * 2))": "10",
+        "$((SUM * 4)) $(($SUM * 4))": "8 5",
         "$((2 * (A + (2 + 1))))": "$((2 * (A + (2 + 1))))",
         "$(((2 - A) * 2))": "$(((2 - A) * 2))",
         "$(((A + B) * 2))": "$(((A + B) * 2))",

@@ -276,12 +276,30 @@ def test_what_a_script_takes_out_or_varies_is_told() -> None:
         "eval $SETTING",
         "source settings.sh",
         ". settings.sh",
+        "f()\n{\nN=2\n}",
+        "(\nN=2\n)",
+        "[ 1 = 2 ] && {\nN=2\n}",
     ],
 )
 def test_a_variable_that_may_have_changed_is_unknown(setting: str) -> None:
     read = script(f"N=1\n{setting}\npython -m verl.main a.b=$N a.c=${{N:-3}} a.d=4\n")
     assert read.nested == {"a": {"d": 4}}
     assert set(read.unresolved) == {"a.b", "a.c"}
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["let N=2", "read -r M N", "IFS=, read M N", "for N in 2 3; do", "(( N = 2 ))", "N=(2 3)"],
+)
+def test_a_default_is_not_the_value_of_a_variable_that_a_command_sets(setting: str) -> None:
+    assert set(script(f"{setting}\npython -m x a.b=${{N:-3}}\n").unresolved) == {"a.b"}
+
+
+def test_variables_in_keys_and_quoted_commands_are_read() -> None:
+    text = 'A=a\nN=3\npython -m x $A.b=1 ${A}.c=2\nsrun bash -lc "python -m x a.d=$N a.e=4"\n'
+    assert script(text).nested == {"a": {"b": 1, "c": 2, "d": 3, "e": 4}}
+    read = script("python -m x $A.b=1 a.{c,d}=2 a.e=3 --f.g=4\n")
+    assert (read.nested, set(read.unresolved)) == ({"a": {"e": 3}}, {"$A.b", "a.{c,d}"})
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,26 @@ def test_one_list_of_runs_reads_only_some_recipes(
     assert list_steps() == [8, None, 8]
 
 
+def test_a_run_that_another_one_replaced_is_read_from_its_start(tmp_path: Path):
+    make_run(tmp_path / "run", steps=3)
+    runs = server.RunReaders(tmp_path)
+
+    def read() -> tuple[list[float], dict[str, int]]:
+        runs.list_runs({})
+        rewards = runs["run"].metrics.read_part().columns["rollout/reward"]
+        return [round(float(reward), 3) for reward in rewards], runs["run"].count_prompts()
+
+    assert read() == ([0.1, 0.2, 0.3], {"issued": 3, "trained": 1})
+    packed = runs["run"].rollouts.pack_columns()
+    known = json.loads(packed[4 : 4 + int.from_bytes(packed[:4], "little")])["files"]
+    assert b'"after": 1' in runs["run"].rollouts.pack_columns(known)
+    shutil.rmtree(tmp_path / "run")
+    other = make_run(tmp_path / "run", steps=3, differs_from=1, say="fine", lr=1e-4)
+    other.ledger.write_text('{"event": "issued", "ids": ["rl/1"]}\n' * 20)
+    assert read() == ([0.15, 0.25, 0.35], {"issued": 20})
+    assert b'"after": 0' in runs["run"].rollouts.pack_columns(known)
+
+
 @pytest.mark.parametrize("bound", ['"eval/min_reward": -0.5', '"eval/max_reward": 12.0'])
 def test_rewards_outside_0_and_1_are_no_shares(directory: RunDirectory, bound: str):
     with directory.metrics.open("a") as file:

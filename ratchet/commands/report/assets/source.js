@@ -187,7 +187,9 @@ class LiveSource {
         run.version = version;
         await this.showNew(run);
       } else if (JSON.stringify(version) !== JSON.stringify(run.version)) {
-        if (version.metrics < run.version.metrics) run.clear(); // it resumed from a checkpoint, and repeats some steps
+        // It resumed from a checkpoint, and repeats some steps, or another run has taken its place.
+        const isOther = version.progress.started !== run.version.progress.started;
+        if (isOther || version.metrics < run.version.metrics) run.clear();
         await this.fetchNewSteps(run);
         run.version = version;
         this.cachedDetails.clear();
