@@ -2,6 +2,7 @@
 command."""
 
 import json
+import shutil
 import signal
 import uuid
 
@@ -10,7 +11,7 @@ import pytest
 import yaml
 from broken_store import contents, telling
 from command_line import ratchet
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from ratchet.cli.main import app
@@ -23,7 +24,7 @@ from ratchet.training.session import NOT_MIRRORED
 from ratchet.training.start import resume_run, start_run
 from ratchet.utils import failpoints as faults
 from ratchet.utils import object_store
-from ratchet.utils.object_store import put_directory
+from ratchet.utils.object_store import Store, put_directory
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +51,7 @@ RECIPE = {
 }
 
 
+WEIGHTS = "model.safetensors"
 MEMORY, FILES = "memory://{id}/run", "file://{tmp}/store/run"
 
 
@@ -412,6 +414,27 @@ def test_a_conversion_that_did_not_arrive_is_sent_again(whole, capsys):
         load_policy(address)
     assert "weights" not in command("convert", whole, address)  # not converted a second time
     assert load_policy(address)
+
+
+def test_a_source_that_changed_before_its_upload_arrived_is_converted_again(whole, tmp_path):
+    source, address = tmp_path / "model", f"broken://{uuid.uuid4().hex}/model"
+    shutil.copytree(whole / "model", source)
+
+    def refuse(operation, path):
+        if operation == "write":
+            raise ConnectionError("reset by peer")
+
+    with telling(refuse), pytest.raises(CheckpointError, match="reset by peer"):
+        command("convert", source, address)
+    weights = {name: 2 * array for name, array in load_file(source / WEIGHTS).items()}
+    save_file(weights, source / WEIGHTS)
+    with pytest.raises(ConfigError, match="holds files: give another place"):
+        command("convert", source, address)  # its files are of the older weights
+    for name in Store(address).entries():
+        Store(address).remove(name)
+    command("convert", source, address)
+    ours, theirs = load_policy(source).state_dict(), load_policy(address).state_dict()
+    assert all((ours[name] == theirs[name]).all() for name in ours)
 
 
 def test_answers_at_an_address_are_scored(tmp_path):

@@ -137,10 +137,7 @@ def convert(
         raise ConfigError(
             f"--to {to} is not a format of weights: choose one of {', '.join(FORMATS)}"
         )
-    if target.is_symlink():  # a directory can't take the place of a link
-        raise ConfigError(f"{target} is a link: give the place that it names, or remove it first")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} exists: give another place, or delete it first")
+    _require_free_target(target)
     stored = find_stored_model(source, config)
     if adapter is not None:
         stored = replace(stored, adapter=_load_adapter(source, adapter))
@@ -152,6 +149,7 @@ def convert(
         FORMATS[to].entries(weights, stored.config), partial_dir, FORMATS[to].name_file, file_bytes
     )
     with _lock(partial_dir):
+        _require_free_target(target)  # another process may have finished before the lock
         _save_plan(
             partial_dir, {"to": to, "file_bytes": file_bytes, "source": _fingerprint(stored)}
         )
@@ -168,6 +166,14 @@ def convert(
         f"{source} ({stored.format}) -> {target} ({to}): {len(weights.shapes)} weights, files: "
         f"{len(files)}"
     )
+
+
+def _require_free_target(target: Path) -> None:
+    """Raise ConfigError if the target is a link, a file, or a directory with files."""
+    if target.is_symlink():  # a directory can't take the place of a link
+        raise ConfigError(f"{target} is a link: give the place that it names, or remove it first")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists: give another place, or delete it first")
 
 
 def find_stored_model(source: str, config: Path | None = None) -> StoredModel:
@@ -211,8 +217,8 @@ def check_not_merged(source: str, run: Path, adapter: Path) -> None:
 def _lock(partial_dir: Path) -> Iterator[None]:
     """Lock the partial output directory.
 
-    Raises CheckpointError if it is locked already, and ConfigError if it holds files of something
-    other than a conversion.
+    Raises CheckpointError if another process holds the lock, or has just renamed the directory, and
+    ConfigError if it holds files of something other than a conversion.
     """
     if (
         partial_dir.exists()
@@ -222,15 +228,22 @@ def _lock(partial_dir: Path) -> Iterator[None]:
         raise ConfigError(
             f"{partial_dir} is needed for this conversion, and holds other files: move them away"
         )
-    (partial_dir / STATE_DIR).mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(partial_dir / STATE_DIR / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    lock = partial_dir / STATE_DIR / "lock"
+    busy = CheckpointError(f"another process is writing to {partial_dir}: wait for it, or end it")
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    except FileNotFoundError:  # it was renamed meanwhile
+        raise busy from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            has_lock = os.path.samestat(os.fstat(descriptor), lock.stat())
+        except (BlockingIOError, FileNotFoundError):
+            has_lock = False
+        if not has_lock:
+            raise busy
         yield
-    except BlockingIOError:
-        raise CheckpointError(
-            f"another process is writing to {partial_dir}: wait for it, or end it"
-        ) from None
     finally:
         os.close(descriptor)
 

@@ -22,6 +22,7 @@ from ratchet.training.saved_weights import (
 from ratchet.utils.atomic_files import write_json
 from ratchet.utils.object_store import (
     Store,
+    expand_home,
     get_cached_path,
     is_address,
     put_directory,
@@ -47,12 +48,14 @@ def convert_paths_or_addresses(
     """Convert a model with `convert`, from and to local paths or addresses.
 
     If the target is an address, the model is converted into the cache and stays there until its
-    upload is complete. If the upload fails, the same command repeats only the upload.
+    upload is complete. If the upload fails, the same command repeats only the upload, unless the
+    source has changed since.
     """
     is_remote = is_address(target)
     if is_remote:
         check_address(target)
-        output = get_cached_path("converted", f"{source}|{to}|{config}|{adapter}|{target}")
+        inputs = [_stamp_files(place) for place in (source, config, adapter) if place is not None]
+        output = get_cached_path("converted", f"{source}|{to}|{config}|{adapter}|{inputs}|{target}")
         _require_free_target(target, output)
     else:
         output = Path(target)
@@ -74,6 +77,7 @@ def convert_paths_or_addresses(
             shutil.rmtree(export_dir, ignore_errors=True)
     if not is_remote:
         return
+    _require_free_target(target, output)  # another process may have filled it meanwhile
     try:
         put_directory(output, target, last=LAST_FILE)
     except OSError as error:
@@ -82,6 +86,16 @@ def convert_paths_or_addresses(
         ) from error
     remove_cached_copy(output)
     say(f"{output.name} is at {target}")
+
+
+def _stamp_files(place: str) -> list[tuple[str, int, int]]:
+    """Return the sizes and times of the files of a local model; [] for an address or a Hub id."""
+    if is_address(place):
+        return []
+    saved = find_saved(place.removesuffix("/policy"))
+    directory = expand_home(place) if saved is None else saved.path
+    stats = ((str(path), path.stat()) for path in sorted(directory.rglob("*")) if path.is_file())
+    return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
 def _read_source(

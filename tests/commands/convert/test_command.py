@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from ratchet.checkpoint.sharded import save_blocks
 from ratchet.cli.main import main
 from ratchet.commands.convert import command as tool
+from ratchet.commands.convert import run as convert_run
 from ratchet.commands.convert.command import convert
 from ratchet.commands.convert.formats import FORMATS, detect_format
 from ratchet.commands.convert.run import convert_paths_or_addresses
@@ -30,6 +31,7 @@ from ratchet.config.model_shape.decoder_config import FAMILIES
 from ratchet.errors import CheckpointError, ConfigError, ModelError
 from ratchet.models.load import init_policy
 from ratchet.protocols import Shard
+from ratchet.utils import object_store
 
 SMALL = 2000  # bytes of a file: some weights each
 
@@ -279,6 +281,51 @@ def test_two_processes_do_not_write_to_one_place(written, tmp_path):
         pytest.raises(CheckpointError, match="another process is writing"),
     ):
         run(written("llama"), tmp_path / "made", "dcp")
+
+
+@pytest.mark.parametrize("other_began", ["before", "after"])
+def test_a_process_that_finishes_meanwhile_is_named(written, tmp_path, monkeypatch, other_began):
+    """The other one renames its directory after this one has looked for the target."""
+    partial_dir, target = tmp_path / ".made.partial", tmp_path / "made"
+    lock, flock = partial_dir / tool.STATE_DIR / "lock", tool.fcntl.flock
+
+    def finish_other(descriptor, operation):
+        if other_began == "before":
+            partial_dir.rename(target)
+        else:  # it had ended before this one made its directory
+            target.mkdir()
+            (target / "config.json").touch()
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(tool.fcntl, "flock", finish_other)
+    error, message = {
+        "before": (CheckpointError, "another process is writing"),
+        "after": (ConfigError, "made exists: give another place"),
+    }[other_began]
+    with pytest.raises(error, match=message):
+        run(written("llama"), target, "dcp")
+    assert lock.exists() == (other_began == "after")
+
+
+def test_an_address_that_another_process_fills_meanwhile_is_left_alone(
+    written, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(object_store, "_cache", tmp_path / "cache")
+    target = tmp_path / "made"
+
+    def convert_and_fill(*arguments, **options):
+        convert(*arguments, **options)
+        target.mkdir()
+        (target / "config.json").write_text("of the other")
+
+    monkeypatch.setattr(convert_run, "convert", convert_and_fill)
+    with pytest.raises(ConfigError, match="holds files: give another place"):
+        convert_paths_or_addresses(
+            str(written("llama")), f"file://{target}", to="hf", config=None, verify=False, say=print
+        )
+    assert {path.name: path.read_text() for path in target.iterdir()} == {
+        "config.json": "of the other"
+    }
 
 
 def test_places_and_forms_that_are_none_are_refused(written, tmp_path):
