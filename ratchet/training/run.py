@@ -143,8 +143,8 @@ class StageRun:
     """Writes a checkpoint of this run after the given number of steps."""
     save_every: int = 0
     verify_directory: Callable[[], None] | None = None
-    """Raises RunDirectoryError if the run may no longer write to its directory. It is called after
-    every step, before any of its files are written."""
+    """Raises RunDirectoryError if the run may no longer write to its directory. It is called before
+    any files of a step or an evaluation are written."""
     stop: StopRequest = field(default_factory=StopRequest)
     deadline: float | None = None
     """Monotonic time by which the run must end. A step that may end later is not begun."""
@@ -448,6 +448,8 @@ class StageRun:
         is_first = self.steps_done == self.start_step and self.batcher.max_failed_share < 1
         for answers in list_answer_results(results):
             report_failures(answers, is_first=is_first)
+        if self.verify_directory is not None:
+            self.verify_directory()
         if self.evaluations_dir is not None:
             directory = self.evaluations_dir / f"step-{self.steps_done:08d}"
             for answers in list_answer_results(results):

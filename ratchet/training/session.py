@@ -211,6 +211,7 @@ class TrainingSession:
 
     def _open_records(self, exit_stack: AsyncExitStack, checkpoint: Checkpoint | None) -> None:
         """Open ledger, sinks and recorder, and drop their entries of steps after the checkpoint."""
+        self._verify_directory()  # loading a model takes minutes
         if checkpoint is None:
             self.ledger.cut(0)
         self.sinks = open_sinks(
@@ -263,16 +264,11 @@ class TrainingSession:
             gc.collect()
             learner = await self._train_stage(index, policy, stop, checkpoint)
             if stop.status is not None:
-                reason = (
-                    "Paused by a sentinel (run.log says why)"
-                    if stop.status == PAUSED
-                    else "Stopped"
-                )
-                outcome = (
-                    reason
-                    if self.store.steps()
-                    else "Stopped before the first step, so the run begins anew"
-                )
+                outcome = "Stopped"
+                if not self.store.steps():
+                    outcome = "Stopped before the first step, so the run begins anew"
+                elif stop.status == PAUSED:
+                    outcome = "Paused by a sentinel (run.log says why)"
                 self._show(f"{outcome}. Continue with: ratchet train --resume {self.place}")
                 return stop.status
             checkpoint = None  # later stages start from the model in memory
@@ -324,6 +320,7 @@ class TrainingSession:
             keep_base(self.config, index, self.directory.path, policy, run)
             was_measured_before = bool(self.measured) and self.measured <= measured_before
             await self._measure_start(index, run, was_measured_before=was_measured_before)
+        self._verify_directory()
         record_provenance(
             self.directory.provenance,
             after_step=run.first_step,

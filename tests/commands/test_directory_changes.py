@@ -16,6 +16,7 @@ import yaml
 from ratchet.errors import RunDirectoryError
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.run_dir import RunDirectory
+from ratchet.training import session
 from ratchet.training.start import resume_run, start_run
 from ratchet.utils import failpoints
 
@@ -38,8 +39,8 @@ RECIPE = {
 
 @pytest.fixture
 def train(tmp_path) -> Iterator[Callable[..., int]]:
-    """Return a function that trains in `tmp_path/run` and calls `interfere` at the second passage
-    of a failpoint."""
+    """Return a function that trains in `tmp_path/run` and calls `interfere` at a passage of a
+    failpoint."""
     recipe = tmp_path / "probe.yaml"
     recipe.write_text(yaml.safe_dump(RECIPE))
 
@@ -47,13 +48,14 @@ def train(tmp_path) -> Iterator[Callable[..., int]]:
         interfere: Callable[[Path], object] = lambda run: None,
         *overrides: str,
         point: str = "step.update",
+        passage: int = 2,
     ) -> int:
         passages = 0
 
         def at_point(name: str) -> None:
             nonlocal passages
             passages += name == point
-            if name == point and passages == 2:
+            if name == point and passages == passage:
                 interfere(tmp_path / "run")
 
         failpoints._listen(at_point)
@@ -102,6 +104,30 @@ def test_a_lost_directory_stops_the_run(interfere, point, train, tmp_path) -> No
         moved = tmp_path / "moved"
         assert CheckpointStore(moved / "checkpoints").latest() is not None
         assert resume_run(moved, command="resume") == 0
+
+
+@pytest.mark.medium
+@pytest.mark.fault("P22")
+@pytest.mark.parametrize("moment", ["load", "stage.begin"])
+def test_a_directory_replaced_before_the_first_step_stays_as_it_is(
+    moment, train, tmp_path, monkeypatch
+) -> None:
+    run = tmp_path / "run"
+    others_files = {"metrics.jsonl": b'{"step": 1}\n', "ledger.jsonl": b"{}\n", ".lock": b""}
+
+    def replace(_: object) -> None:
+        move(run)
+        (run / "steps").mkdir(parents=True)
+        shutil.copy(tmp_path / "moved" / "config.yaml", run)
+        for name, content in others_files.items():
+            (run / name).write_bytes(content)
+
+    if moment == "load":
+        monkeypatch.setattr(session, "start_judges", lambda *arguments: replace(run) or {})
+    with pytest.raises(RunDirectoryError, match="was deleted, moved or replaced"):
+        train(replace, point=moment, passage=1)
+    recipe = (tmp_path / "moved" / "config.yaml").read_bytes()
+    assert tree(run) == {**others_files, "config.yaml": recipe}
 
 
 @pytest.mark.slow
