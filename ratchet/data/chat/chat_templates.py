@@ -310,6 +310,7 @@ class ChatTemplate:
             LookupError,
             AttributeError,
             ArithmeticError,
+            AssertionError,  # of Jinja's filter `truncate`
         ) as error:
             self._raise_render_error(
                 messages, shorten_text(str(error), 400) or type(error).__name__, error

@@ -81,6 +81,7 @@ ERRORS = {
     "loops within loops": "{% for a in [1] %}" * 60 + "{% endfor %}" * 60,
     "an overflow": "{{ 'inf' | float | int }}",
     "a division": "{{ 1 / 0 }}",
+    "an assertion of Jinja's": "{{ 'a' | truncate(2) }}",
     "another template": "{% include 'x' %}",
     "a long source": "x" * 200_000,
 }
