@@ -225,9 +225,10 @@ def prepare_interpreter(main: types.ModuleType, source: bytes) -> None:
     # Tracebacks read source lines from this cache.
     linecache.cache[FILE_NAME] = (len(source), None, lines, FILE_NAME)
     random.seed(0)  # each fork is reseeded by Python, but a verdict must not depend on chance
-    # Counts of the fork server depend on what it ran before, and decide when cycles are collected.
-    gc.collect()
+    # The collector's counts decide when cycles are collected: they begin the same in each program.
+    gc.collect(0)
     gc.unfreeze()
+    gc.enable()
 
 
 def get_exit_code(stop: SystemExit) -> int:
